@@ -1,0 +1,1 @@
+"""Tools of a checkout; none of them is installed."""
