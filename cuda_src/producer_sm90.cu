@@ -15,7 +15,6 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
-#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_types.h>
 
@@ -48,20 +47,17 @@ constexpr int kScheduleWarp = 3;
 constexpr unsigned kStageBytes = (kTileM + kTileN) * kTileK * sizeof(MmaElement);
 static_assert(kMmaGroups == 1 || kMmaGroups == 2, "kTileM is 64 or 128");
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using Barrier = cutlass::arch::ClusterBarrier;
-
 struct __align__(1024) SharedStorage {
   MmaElement a[kStages][kTileM * kTileK];
   MmaElement b[kStages][kTileN * kTileK];
   MmaElement chunk[kMmaGroups][kChunkBuffers][64 * kChunk];
   Tile tiles[kRing];
-  FullBarrier stage_full[kStages];
-  Barrier stage_empty[kStages];
-  Barrier chunk_full[kMmaGroups][kChunkBuffers];
-  Barrier chunk_empty[kMmaGroups][kChunkBuffers];
-  Barrier tile_full[kRing];
-  Barrier tile_empty[kRing];
+  Mbarrier stage_full[kStages];
+  Mbarrier stage_empty[kStages];
+  Mbarrier chunk_full[kMmaGroups][kChunkBuffers];
+  Mbarrier chunk_empty[kMmaGroups][kChunkBuffers];
+  Mbarrier tile_full[kRing];
+  Mbarrier tile_empty[kRing];
 };
 
 static_assert(sizeof(SharedStorage) <= kSharedBytes, "kSharedBytes of the variant");
@@ -94,7 +90,7 @@ __device__ inline void init_barriers(SharedStorage& s) {
     s.tile_full[i].init(1);
     s.tile_empty[i].init(kRingReaders);
   }
-  cutlass::arch::fence_barrier_init();
+  fence_mbarrier_init();
 }
 
 // Walks the ring of claimed tiles; a tile with band < 0 ends the walk.
@@ -139,8 +135,8 @@ __device__ inline void load_tiles(const ProducerParams& p, SharedStorage& s) {
     const int b_row = tile.expert * p.n + tile.n_tile * kTileN;
     for (int k = 0; k < p.k; k += kTileK) {
       s.stage_empty[stage.index].wait(stage.parity ^ 1);
-      FullBarrier& full = s.stage_full[stage.index];
-      full.arrive_and_expect_tx(kStageBytes);
+      Mbarrier& full = s.stage_full[stage.index];
+      full.arrive_expecting(kStageBytes);
       auto* barrier = reinterpret_cast<uint64_t*>(&full);
       SM90_TMA_LOAD_2D::copy(map_a, barrier, hint, s.a[stage.index], k, tile.row);
       SM90_TMA_LOAD_2D::copy(map_b, barrier, hint, s.b[stage.index], k, b_row);

@@ -152,6 +152,48 @@ __device__ inline void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kCount) : "memory");
 }
 
+// A barrier in shared memory whose phases count arrivals, and for bulk loads also bytes. An arrival
+// releases what its thread did before; a wait acquires what all arrivals of the phase released.
+// Own instructions rather than CUTLASS's wrappers: those let the compiler move ordinary accesses
+// of shared memory across them.
+struct Mbarrier {
+  unsigned long long word;
+
+  __device__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals)
+                 : "memory");
+  }
+  __device__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
+  __device__ void arrive_expecting(unsigned int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
+                 "r"(bytes)
+                 : "memory");
+  }
+  // Bounded by what this CTA does itself: every arrival it waits for is in its own program.
+  __device__ void wait(unsigned int parity) {
+    unsigned int done = 0;
+    while (done == 0) {
+      asm volatile(
+          "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+          " selp.u32 %0, 1, 0, p; }"
+          : "=r"(done)
+          : "r"(address()), "r"(parity)
+          : "memory");
+    }
+  }
+  __device__ unsigned int address() const {
+    return static_cast<unsigned int>(__cvta_generic_to_shared(&word));
+  }
+};
+
+// Behind the init of all barriers, before the CTA barrier that publishes them: bulk loads, which
+// arrive through the async proxy, see them initialised.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // --- time ---
 
 // Nanoseconds that run on while the process is not scheduled; steps of up to a microsecond.

@@ -41,12 +41,18 @@ constexpr unsigned int kPollsPerLook = 16;  // polls between looks at the clock 
 constexpr unsigned int kLeastNapNs = 32;
 constexpr unsigned int kMostNapNs = 256;  // a late look costs less than the polls of many warps
 
-// Fills the record, unless an earlier failure has.
-__device__ inline void report(const WaitSite& site, ErrorRecord failure) {
-  auto* state = reinterpret_cast<unsigned long long*>(&site.record->state);
+// Fills the record, unless an earlier failure has. Field by field: others may be trying `state`.
+__device__ inline void report(const WaitSite& site, const ErrorRecord& failure) {
+  ErrorRecord& record = *site.record;
+  auto* state = reinterpret_cast<unsigned long long*>(&record.state);
   if (atomicCAS_system(state, 0ull, 1ull) != 0ull) return;
-  failure.state = 1;
-  *site.record = failure;
+  record.kind = failure.kind;
+  record.rank = failure.rank;
+  record.peer = failure.peer;
+  record.index = failure.index;
+  record.expected = failure.expected;
+  record.seen = failure.seen;
+  record.elapsed_ns = failure.elapsed_ns;
   st_release_sys(state, 2);  // the host sees 2 only with all fields
 }
 

@@ -22,6 +22,14 @@ KERNEL = """
 #include "value.cuh"
 extern "C" __global__ void kernel(int* out) { *out = kAnswer + header_value(); }
 """
+COMPILE = """
+import pathlib, sys
+from tileflow import config, jit
+source, cache = map(pathlib.Path, sys.argv[1:])
+variant = jit.KernelVariant("kernel.cu", "kernel", (("kAnswer", 42),), None, "sm_80", 32)
+env = config.Environment(cuda_src=source, cache=cache)
+print(jit.compile_variant(variant, environment=env, headers=()))
+"""
 VARIANT = jit.KernelVariant("kernel.cu", "kernel", (("kAnswer", 42),), None, "sm_80", 32)
 
 
@@ -139,13 +147,7 @@ class TestCache:
         assert is_elf(compiled(env))
 
     def test_processes_that_compile_at_once_leave_one_whole_file(self, env):
-        code = (
-            "import sys, pathlib; from tileflow import jit; from tileflow.config import Environment;"
-            "env = Environment(cuda_src=pathlib.Path(sys.argv[1]), cache=pathlib.Path(sys.argv[2]));"
-            "v = jit.KernelVariant('kernel.cu', 'kernel', (('kAnswer', 42),), None, 'sm_80', 32);"
-            "print(jit.compile_variant(v, environment=env, headers=()))"
-        )
-        command = [sys.executable, "-c", code, str(env.cuda_src), str(env.cache)]
+        command = [sys.executable, "-c", COMPILE, str(env.cuda_src), str(env.cache)]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         ranks = [
             subprocess.Popen(
@@ -206,6 +208,12 @@ class TestErrors:
         with pytest.raises(CompileError, match=str(env.cuda_src)):
             compiled(env, replace(VARIANT, source="nothing.cu"))
 
+    def test_a_missing_compiler_is_named_with_the_extra_that_brings_it(self, env, monkeypatch):
+        monkeypatch.setattr(jit, "_compiler", jit._compiler.__wrapped__)  # forgets what it found
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+        with pytest.raises(CompileError, match=r"tileflow\[jit\]"):
+            compiled(env)
+
     def test_a_failed_compilation_is_not_cached(self, env):
         source = env.cuda_src / "kernel.cu"
         source.write_text("broken")
@@ -236,6 +244,7 @@ class TestLoad:
         fake = FakeCupy()
         monkeypatch.setitem(sys.modules, "cupy", fake)
         monkeypatch.setattr(jit, "_LOADED", {})
+        monkeypatch.setattr(jit, "_LOOK_INTERVAL_S", 1e-9)  # tests edit faster than people
         monkeypatch.setenv("TILEFLOW_CUDA_SRC", str(env.cuda_src))
         monkeypatch.setenv("TILEFLOW_CACHE", str(env.cache))
         return fake

@@ -25,7 +25,8 @@ from tileflow.backends.cuda import params, variants
 from tileflow.config import Config
 from tileflow.errors import CompileError, ConfigError
 
-MAX_SHARED_BYTES = {"90": 227 * 1024, "80": 163 * 1024, "small": 99 * 1024}
+HOPPER_SHARED_BYTES = 227 * 1024
+SMALLEST_SHARED_BYTES = 99 * 1024  # of a CTA on 8.6, 8.9 and 12.0
 
 
 def label(variant: jit.KernelVariant) -> str:
@@ -115,6 +116,7 @@ def test_a_cta_fits_the_register_file(cubin, variant):
 @pytest.mark.parametrize("variant", sm90_producers, ids=label)
 def test_the_hopper_producer_uses_wgmma_tma_and_register_reallocation(cubin, variant):
     code = opcodes(cubin(variant))
+    assert len(code) > 300, "a stub"
     found = {op.split(".")[0] for op in code}
     assert {"HGMMA", "UTMALDG", "UTMASTG"} <= found
     assert "HMMA" not in found
@@ -149,7 +151,8 @@ def test_every_configuration_has_a_producer_on_every_gpu():
 
 def test_shared_memory_stays_within_what_each_gpu_gives_a_cta():
     for variant in variants.ALL:
-        limit = MAX_SHARED_BYTES["90" if variant.entry == variants.SM90 else "small"]
+        hopper = variant.entry == variants.SM90
+        limit = HOPPER_SHARED_BYTES if hopper else SMALLEST_SHARED_BYTES
         assert variant.shared_bytes + 1024 <= limit, label(variant)
 
 

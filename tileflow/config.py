@@ -19,6 +19,7 @@ DTYPES = ("float16", "bfloat16")
 ACTIVATIONS = ("swiglu",)
 LAYOUTS = ("packed", "aligned")
 PUT_PATHS = ("auto", "sm", "serial")
+PRODUCERS = ("auto", "sm90", "generic")
 ITEMSIZE = 2  # bytes of either dtype
 ROW_MULTIPLE = 8  # elements: 16-byte accesses of 2-byte elements
 MAX_TOP_K = 16
@@ -90,6 +91,8 @@ class Config:
     Attributes:
         layout: ``"packed"`` (runs follow each other) or ``"aligned"`` (runs padded to `tile_m`).
         put_path: ``"auto"``, ``"sm"`` or ``"serial"``.
+        producer: GEMM kernel family on a GPU: ``"sm90"`` (wgmma), ``"generic"`` (mma.sync), or
+            ``"auto"``: the best for the GPU. Families differ in rounding.
         tile_m: rows of one GEMM tile, 64 or 128.
         tile_n: columns of one GEMM tile, 128 or 256.
         mgb: most bands that one interior segment carries.
@@ -104,6 +107,7 @@ class Config:
 
     layout: str = "packed"
     put_path: str = "auto"
+    producer: str = "auto"
     tile_m: int = 128
     tile_n: int = 256
     mgb: int = 2
@@ -114,6 +118,7 @@ class Config:
     def __post_init__(self) -> None:
         _check_choice("Config", "layout", self.layout, LAYOUTS)
         _check_choice("Config", "put_path", self.put_path, PUT_PATHS)
+        _check_choice("Config", "producer", self.producer, PRODUCERS)
         if self.tile_m not in (64, 128):
             raise ConfigError("Config.tile_m", self.tile_m, "64 or 128")
         if self.tile_n not in (128, 256):

@@ -1,6 +1,7 @@
 """Say in plain words what this machine can run, and why not more: ``python -m tileflow.doctor``.
 
-Needs NumPy alone; a table where rich is installed. Changes nothing and starts nothing that stays.
+Needs NumPy alone; on a terminal a table where rich is installed. Changes nothing and starts
+nothing that stays.
 The exit code is 0 whatever is found, and something else only where the doctor itself fails.
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 from .config import Environment
 from .probes import gpu, machine, mpi, packages
@@ -22,6 +25,8 @@ from .version import __version__
 __all__ = ["Finding", "Job", "collect", "jobs", "main"]
 
 _MARKS = {True: "ok", False: "no", None: "note"}
+_COMPILER = ("NVRTC", "headers", "CUTLASS")
+_CUDA = ("driver", "GPU", "CuPy", *_COMPILER)
 _COLORS = {True: "green", False: "red", None: "yellow"}
 
 
@@ -66,54 +71,55 @@ class Job:
 
 def jobs(findings: Sequence[Finding]) -> list[Job]:
     """Return what can run here and what cannot, with the command of each."""
-    count = sum(f.name.startswith("GPU ") and f.ok is True for f in findings)
-    bad = {f.name for f in findings if f.ok is False or f.text.startswith("could not be")}
-    bad |= {"GPU"} if count == 0 else set()
-    compiler = ("NVRTC", "headers", "CUTLASS")
-    cuda = ("driver", "GPU", "CuPy", *compiler)
-    bench = "python -m tileflow.bench"
-    few = mpirun(4)
-
-    def job(what: str, command: str, *needs: str) -> Job:
-        return Job(what, command, tuple(name for name in needs if name in bad))
-
-    listed = [
-        job("CPU, 4 virtual ranks in one process (loopback)", f"{bench} --backend cpu"),
-        job(
-            "CPU, 4 processes (mpi_shm)",
-            f"{few} {bench} --backend cpu --world mpi_shm",
-            "MPI",
-            "shared memory",
-        ),
-        job("compile every kernel", "python -m tools.compile_all  (in a checkout)", *compiler),
-        job(
-            "GPU, 4 virtual ranks on one (loopback)",
-            f"{bench} --backend cuda --world loopback",
-            *cuda,
-        ),
+    num_gpus = sum(f.name.startswith("GPU ") and f.ok is True for f in findings)
+    bad = {f.name for f in findings if f.ok is False or f.failed}
+    if num_gpus == 0:
+        bad.add("GPU")
+    return [
+        Job(what, command, tuple(name for name in needs if name in bad))
+        for what, command, needs in _known_jobs(num_gpus)
     ]
+
+
+def _known_jobs(num_gpus: int) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield (what, command, names of the findings that it needs)."""
+    bench = f"{_python()} -m tileflow.bench"
+    yield "CPU, virtual ranks in one process (loopback)", f"{bench} --backend cpu", ()
+    command = f"{mpirun(4)} {bench} --backend cpu --world mpi_shm"
+    yield "CPU, a process per rank (mpi_shm)", command, ("MPI", "shared memory")
+    yield "compile every kernel, in a checkout", f"{_python()} -m tools.compile_all", _COMPILER
+    command = f"{bench} --backend cuda --world loopback"
+    yield "GPU, virtual ranks on one (loopback)", command, _CUDA
     if find_spec("tileflow.worlds.nvshmem") is not None:
-        command = f"{mpirun(max(count, 2))} {bench} --backend cuda --world nvshmem"
-        listed.append(job("GPU, one process per GPU (nvshmem)", command, *cuda, "NVSHMEM", "MPI"))
-    return listed
+        command = f"{mpirun(num_gpus if num_gpus > 1 else 4)} {bench} --world nvshmem"
+        yield "GPU, a process per rank (nvshmem)", command, (*_CUDA, "NVSHMEM", "MPI")
 
 
 def mpirun(ranks: int) -> str:
     """Return the start of a command that runs `ranks` ranks, as root and on few cores too."""
     found = mpi.find_mpirun() or "mpirun"
-    on_path = Path(found).parent in map(Path, os.get_exec_path())
     root = " --allow-run-as-root" if os.geteuid() == 0 else ""
     few = " --oversubscribe" if 2 * ranks > (os.cpu_count() or 1) else ""
-    return f"{'mpirun' if on_path else found}{root}{few} -n {ranks}"
+    return f"{_short('mpirun', found)}{root}{few} -n {ranks}"
+
+
+def _python() -> str:
+    return _short("python", sys.executable)
+
+
+def _short(name: str, path: str) -> str:
+    """Return the bare name where the shell finds this very file by it."""
+    return name if shutil.which(name) == path else path
 
 
 def report_lines(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the findings as plain text."""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        yield f"{_MARKS[finding.ok]:4}  {finding.name:{width}}  {finding.text}"
-        if finding.hint:
-            yield f"{'':4}  {'':{width}}  -> {finding.hint}"
+        first, *rest = finding.text.splitlines() or [""]
+        yield f"{_MARKS[finding.ok]:4}  {finding.name:{width}}  {first}"
+        rest += [f"-> {finding.hint}"] if finding.hint else []
+        yield from (f"{'':{width + 8}}{line}" for line in rest)
 
 
 def job_lines(listed: Sequence[Job]) -> Iterator[str]:
@@ -127,20 +133,31 @@ def job_lines(listed: Sequence[Job]) -> Iterator[str]:
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
+    """Print a table on a terminal with rich; else plain lines, which no column folds."""
     try:
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
     except ImportError:
         print(*report_lines(findings), sep="\n")
         return
-    table = Table("", "part", "what was found, and what would help")
+    console = Console()
+    if console.is_terminal:
+        console.print(_table(findings))
+    else:
+        print(*report_lines(findings), sep="\n")
+
+
+def _table(findings: Sequence[Finding]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "part")
+    table.add_column("what was found, and what would help", overflow="fold")
     for finding in findings:
         text = Text(finding.text)
         if finding.hint:
             text.append(f"\n-> {finding.hint}", style="bold")
         table.add_row(Text(_MARKS[finding.ok], style=_COLORS[finding.ok]), finding.name, text)
-    Console().print(table)
+    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

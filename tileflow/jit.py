@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ SHARED_CONSTANTS = {
     "kAbortWord": ABORT_WORD,
     **{f"kWait{kind.name.capitalize()}": int(kind) for kind in WaitKind},
 }
+_PACKAGE = Path(__file__).resolve().parent
 # Folders of the NVIDIA wheels, CUDA 13 then CUDA 12, below a folder of the `nvidia` namespace.
 _WHEEL_FOLDERS = (
     "cu13/include",
@@ -49,6 +51,7 @@ _WHEEL_FOLDERS = (
     "cuda_cccl/include",
     "cuda_cccl/include/cccl",
 )
+_HEADER_SUFFIXES = (".cuh", ".h", ".hpp")
 # Files that name the version of what they belong to: CUTLASS, CCCL and the CUDA runtime.
 _VERSION_FILES = ("cutlass/version.h", "cuda/std/__cccl/version.h", "cuda_runtime_api.h")
 _OPTIONS: dict[str, Any] = {
@@ -93,10 +96,9 @@ def source_dir(environment: Environment | None = None) -> Path:
     if override is not None:
         if not override.is_dir():
             raise ConfigError("TILEFLOW_CUDA_SRC", str(override), "a folder of kernel sources")
-        return override.resolve()
-    package = Path(__file__).resolve().parent
-    installed = package / "cuda_src"
-    return installed if installed.is_dir() else package.parent / "cuda_src"
+        return override.absolute()
+    installed = _PACKAGE / "cuda_src"
+    return installed if installed.is_dir() else _PACKAGE.parent / "cuda_src"
 
 
 def header_dirs(environment: Environment | None = None, *, system: bool = True) -> tuple[Path, ...]:
@@ -173,7 +175,7 @@ def compile_source(text: str, name: str, arch: str, include: Sequence[Path], cac
         text: the whole translation unit.
         name: source file in words, for messages and the file name.
         arch: for example ``"sm_90a"``.
-        include: include folders; the contents of all ``*.cuh`` in the first are part of the key.
+        include: include folders; the contents of all headers in the first are part of the key.
         cache: folder of cubins; where it cannot be written, the cubin lives in memory.
 
     Raises:
@@ -192,8 +194,9 @@ def compile_source(text: str, name: str, arch: str, include: Sequence[Path], cac
 
 
 def _key(text: str, name: str, arch: str, include: Sequence[Path]) -> str:
-    digest = hashlib.sha256(repr((text, name, arch, _OPTIONS, _nvrtc_version())).encode())
-    headers = sorted(include[0].glob("*.cuh"))
+    _, version = _compiler()
+    digest = hashlib.sha256(repr((text, name, arch, _OPTIONS, version)).encode())
+    headers = sorted(f for f in include[0].iterdir() if f.suffix in _HEADER_SUFFIXES)
     versions = [file for name in _VERSION_FILES if (file := _first(include, name)) is not None]
     for file in [*headers, *versions]:
         digest.update(f"{file.name}={_file_hash(file, *_stamp(file))};".encode())
@@ -216,27 +219,27 @@ def _file_hash(file: Path, *_stamp: int) -> str:
 
 
 @lru_cache(maxsize=1)
-def _nvrtc_version() -> tuple[int, int]:
+def _compiler() -> tuple[Any, str]:
+    """Return the module ``cuda.core`` and the version of the NVRTC that it finds."""
     try:
+        import cuda.core
         from cuda.bindings import nvrtc
 
-        _status, major, minor = nvrtc.nvrtcVersion()
-    except Exception as error:  # the package is missing, or it does not find the library
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # a package is missing, or it does not find the library
         hint = "NVRTC is missing: pip install 'tileflow[jit]'"
         raise CompileError("kernels", "load NVRTC", f"{hint} ({error})") from error
-    return major, minor
+    return cuda.core, f"{major}.{minor}"
 
 
 def _compile(text: str, name: str, arch: str, include: Sequence[Path]) -> bytes:
-    from cuda.core import Program, ProgramOptions
-
+    core, version = _compiler()
     folders = [str(folder) for folder in include]
-    options = ProgramOptions(name=name, arch=arch, include_path=folders, **_OPTIONS)
     try:
-        return bytes(Program(text, "c++", options).compile("cubin").code)
+        options = core.ProgramOptions(name=name, arch=arch, include_path=folders, **_OPTIONS)
+        return bytes(core.Program(text, "c++", options).compile("cubin").code)
     except Exception as error:  # its class moved between releases of cuda.core
         flags = " ".join(f"-I{folder}" for folder in folders)
-        version = ".".join(map(str, _nvrtc_version()))
         command = f"NVRTC {version} --std=c++17 --gpu-architecture={arch} {flags} {name}"
         raise CompileError(name, command, str(error).rstrip("\0\n")) from error
 
@@ -289,36 +292,41 @@ def _memory_file(name: str, cubin: bytes) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{handle}")
 
 
+_LOOK_INTERVAL_S = 0.002  # one look serves all launches of a forward
 _LOADED: dict[tuple, Any] = {}
 
 
 def load(variant: KernelVariant) -> Any:
     """Return the variant's kernel (``cupy.RawKernel``) on the current device.
 
-    A look at the sources' time stamps decides whether an earlier load still stands.
+    The sources' time stamps decide whether an earlier load still stands, so that an edit is taken
+    at the next call; they are looked at every 2 ms at most.
 
     Raises:
         CompileError: it does not compile, or the driver refuses the cubin.
     """
     import cupy  # type: ignore[import-not-found]
 
-    env = Environment.read()
-    key = (variant, _snapshot(source_dir(env)), cupy.cuda.Device().id)
+    key = (variant, _sources(int(time.monotonic() / _LOOK_INTERVAL_S)), cupy.cuda.Device().id)
     if key not in _LOADED:
-        _LOADED[key] = _load_cubin(cupy, variant, compile_variant(variant, environment=env))
+        _LOADED[key] = _load_cubin(cupy, variant, compile_variant(variant))
     return _LOADED[key]
 
 
 def _load_cubin(cupy: Any, variant: KernelVariant, path: Path) -> Any:
     try:
         kernel = cupy.RawModule(path=str(path)).get_function(variant.entry)
-        kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+        if variant.shared_bytes:
+            kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
     except cupy.cuda.driver.CUDADriverError as error:
         raise CompileError(variant.source, f"load {path}", str(error)) from error
     return kernel
 
 
-def _snapshot(folder: Path) -> tuple:
+@lru_cache(maxsize=1)
+def _sources(_look: int) -> tuple:
+    """Return what changes when a source does; one `_look` is one look at the disk."""
+    folder = source_dir()
     with os.scandir(folder) as entries:
-        stats = [(e.name, e.stat()) for e in entries if e.name.endswith((".cu", ".cuh"))]
+        stats = [(e.name, e.stat()) for e in entries if e.name.endswith((".cu", *_HEADER_SUFFIXES))]
     return (folder, *sorted((name, s.st_mtime_ns, s.st_size, s.st_ino) for name, s in stats))

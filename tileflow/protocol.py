@@ -27,6 +27,7 @@ __all__ = [
     "SignalLayout",
     "WaitKind",
     "next_epoch",
+    "pause",
     "reached",
     "timeout_from_record",
     "wait_until",
@@ -34,6 +35,7 @@ __all__ = [
 
 EPOCH_MASK = (1 << 64) - 1
 ABORT_WORD = 0  # 0: none; otherwise 1 + the first rank that failed
+_EAGER_POLLS = 200
 _LINE_WORDS = 16  # signal words of different kinds stay on different 128-byte lines
 
 
@@ -126,6 +128,15 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def pause(polls: int) -> None:
+    """Give the core away after the given number of vain polls: ranks may outnumber cores.
+
+    First only as long as another thread or rank wants it, then for 0.1 ms, so that a long wait
+    does not take the time of those it waits for.
+    """
+    time.sleep(0 if polls < _EAGER_POLLS else 1e-4)
+
+
 def wait_until(
     ready: Callable[[], bool],
     *,
@@ -145,14 +156,15 @@ def wait_until(
     Raises:
         ProtocolTimeout: the one that `on_fail` made.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, polls = time.monotonic() + timeout_s, 0
     while not ready():
         word = aborted()
         if word:
             raise on_fail(WaitKind.ABORTED, word - 1)
         if time.monotonic() > deadline:
             raise on_fail(None, -1)
-        time.sleep(0)  # yields the core: ranks may outnumber cores
+        polls += 1
+        pause(polls)
 
 
 def timeout_from_record(record: np.ndarray) -> ProtocolTimeout | None:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..buffers import Workspace, view
 from ..config import Config, MoEShape
 from ..errors import InputError, ProtocolTimeout
-from ..protocol import ABORT_WORD, SignalLayout, WaitKind, reached, wait_until
 from ..trace import now_ns
 from .base import Backend, ExpertWeights, Forward
 from .cpu_kernels import ExpertMatrices, combine, numpy_dtype, pad_rows, swiglu
 from .cpu_return import ReturnTrip
+from .cpu_signals import Signals
 from .dlpack import from_dlpack
+
+if TYPE_CHECKING:
+    from ..worlds.base import World
 
 __all__ = ["CpuBackend"]
 
@@ -29,9 +32,17 @@ _BITS = np.uint16  # rows that are only moved are moved as bits
 
 
 class CpuBackend(Backend):
-    """Stages and arrays of one rank on the CPU."""
+    """Stages and arrays of one rank on the CPU.
+
+    Attributes:
+        signals: the words that ranks set at each other.
+    """
 
     name = "cpu"
+
+    def __init__(self, world: World):
+        super().__init__(world)
+        self.signals = Signals(world, self.workspace)
 
     # -- arrays ----------------------------------------------------------------------------------
 
@@ -73,7 +84,7 @@ class CpuBackend(Backend):
         return self.local_rows("activated", rows, forward.shape.ffn, forward.shape.dtype)
 
     def home_rows(self, forward: Forward, owner: int) -> np.ndarray:
-        """Return the rows [rows of `owner`, hidden_out] of a rank's return buffer, as typed rows."""
+        """Return the rows [rows of `owner`, hidden_out] of a rank's return buffer."""
         key = f"home {owner}"
         if key not in forward.state:
             assert self.workspace.returned is not None
@@ -103,7 +114,7 @@ class CpuBackend(Backend):
                 self._store_tokens(forward, peer, source)
             self.world.fence()  # release: the rows are stored before a signal says so
             for peer in self._from_next_rank()[:-1]:
-                self.post(forward, peer, "dispatched", self.world.rank)
+                self.signals.post(forward, peer, "dispatched", self.world.rank)
 
     def _store_tokens(self, forward: Forward, peer: int, source: np.ndarray) -> None:
         """Store the token rows that `peer`'s experts get into its receive buffer."""
@@ -125,7 +136,7 @@ class CpuBackend(Backend):
     def wait_dispatch(self, forward: Forward) -> None:
         with self._stage("wait_dispatch"):
             for peer in self._from_next_rank()[:-1]:
-                self._wait_signal(forward, WaitKind.DISPATCH, "dispatched", peer, lambda _: -1)
+                self.signals.wait_dispatched(forward, peer)
             self.world.fence()  # acquire: the rows are read after the signals
 
     def gemm1(self, forward: Forward) -> None:
@@ -154,9 +165,7 @@ class CpuBackend(Backend):
     def wait_return(self, forward: Forward) -> None:
         with self._stage("wait_return"):
             for peer in self._from_next_rank()[:-1]:
-                self._wait_signal(
-                    forward, WaitKind.RETURN, "done", peer, lambda p: self._missing_run(forward, p)
-                )
+                self.signals.wait_done(forward, peer)
             self.world.fence()  # acquire: the rows are read after the signals
 
     def combine(self, forward: Forward) -> None:
@@ -167,81 +176,6 @@ class CpuBackend(Backend):
 
     def returned(self, forward: Forward) -> np.ndarray:
         return self.home_rows(forward, self.world.rank).copy()
-
-    # -- signals ---------------------------------------------------------------------------------
-
-    def _words(self, rank: int) -> np.ndarray:
-        assert self.workspace.signals is not None
-        return self.workspace.signals.peer(rank).view(np.uint64)
-
-    def post(self, forward: Forward, peer: int, kind: str, index: int) -> None:
-        """Set signal word `kind` + `index` of `peer` to the epoch; nothing after an abort."""
-        muted = forward.faults.mute_dispatch if kind == "dispatched" else forward.faults.mute_done
-        if not muted and not self._words(self.world.rank)[ABORT_WORD]:
-            self._words(peer)[getattr(_layout(forward), kind) + index] = forward.epoch
-
-    def _wait_signal(
-        self,
-        forward: Forward,
-        kind: WaitKind,
-        word_name: str,
-        peer: int,
-        index: Callable[[int], int],
-    ) -> None:
-        words, word = self._words(self.world.rank), getattr(_layout(forward), word_name) + peer
-        epoch = forward.epoch
-
-        def timeout(seconds: float) -> ProtocolTimeout:
-            return ProtocolTimeout(
-                kind.name.lower(),
-                rank=self.world.rank,
-                peer=peer,
-                index=index(peer),
-                expected=epoch,
-                seen=int(words[word]),
-                seconds=seconds,
-            )
-
-        self.wait(forward, lambda: reached(int(words[word]), epoch), timeout)
-
-    def wait(
-        self,
-        forward: Forward,
-        ready: Callable[[], bool],
-        timeout: Callable[[float], ProtocolTimeout],
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Wait within the forward's limit until `ready`; `stopped` ends it like an abort of ours.
-
-        Raises:
-            ProtocolTimeout: what `timeout(seconds)` made, or "aborted" naming the rank that failed.
-        """
-        rank, abort = self.world.rank, self._words(self.world.rank)
-        started = time.monotonic()
-
-        def failed(kind: WaitKind | None, peer: int) -> ProtocolTimeout:
-            seconds = time.monotonic() - started
-            if kind is WaitKind.ABORTED:
-                return ProtocolTimeout("aborted", rank=rank, peer=peer, seconds=seconds)
-            return timeout(seconds)
-
-        wait_until(
-            ready,
-            timeout_s=forward.timeout_s,
-            aborted=lambda: 1 + rank if stopped() else int(abort[ABORT_WORD]),
-            on_fail=failed,
-        )
-
-    def _missing_run(self, forward: Forward, peer: int) -> int:
-        """Return the first run of `peer`'s experts that has not arrived here, or -1."""
-        arrived = self._words(self.world.rank)[_layout(forward).arrived :]
-        config = forward.plan.config
-        first = peer * config.experts_per_rank
-        for expert in range(first, first + config.experts_per_rank):
-            sent = forward.plan.counts[self.world.rank, expert] > 0
-            if sent and not reached(int(arrived[expert]), forward.epoch):
-                return expert
-        return -1
 
     def _from_next_rank(self) -> list[int]:
         """Return all ranks, the next one first and this one last: not all write to one at once."""
@@ -273,36 +207,19 @@ class CpuBackend(Backend):
 
     def failure(self) -> ProtocolTimeout | None:
         """Return the failure of another rank; this rank's own have been raised where they were."""
-        if self.workspace.signals is None:
-            return None
-        word = int(self._words(self.world.rank)[ABORT_WORD])
-        if word in (0, 1 + self.world.rank):
-            return None
-        return ProtocolTimeout("aborted", rank=self.world.rank, peer=word - 1)
+        return self.signals.failure()
 
     def abort(self) -> None:
-        if self.workspace.signals is None:
-            return
-        for rank in range(self.world.size):
-            words = self._words(rank)
-            if not words[ABORT_WORD]:
-                words[ABORT_WORD] = 1 + self.world.rank
+        self.signals.abort()
 
     def drain(self) -> None:
         """Do nothing: every stage has ended when its call returns."""
 
     def reset_words(self, epoch: int) -> None:
-        if self.workspace.signals is None:
-            return
-        words = self._words(self.world.rank)
-        words[:] = epoch
-        words[ABORT_WORD] = 0
-        self.workspace.local["control"][:] = 0
-        self.world.fence()
-
-
-def _layout(forward: Forward) -> SignalLayout:
-    return SignalLayout(forward.plan.config.ranks, forward.plan.config.num_experts)
+        if self.workspace.signals is not None:
+            self.signals.reset(epoch)
+            self.workspace.local["control"][:] = 0
+            self.world.fence()
 
 
 def _source_tokens(send_row: np.ndarray, num_rows: int) -> np.ndarray:

@@ -32,6 +32,7 @@ class ReturnTrip:
     def __init__(self, backend: CpuBackend, forward: Forward):
         self._backend, self._forward, self._plan = backend, forward, forward.plan
         self._rank, self._world = backend.world.rank, backend.world
+        self._signals = backend.signals
         plan, config = forward.plan, forward.plan.config
         words = ControlLayout(config.ranks, config.experts_per_rank, config.max_bands)
         control = view(backend.workspace.local["control"], (words.num_words,), np.uint32)
@@ -52,7 +53,8 @@ class ReturnTrip:
         if mode == "send":  # an earlier GEMM has left the rows in staging
             self._band_counters[:] = self._plan.bands["target"]
         else:
-            self._produce()
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._produce()
         if mode != "gemm":
             self._consume()
 
@@ -63,9 +65,9 @@ class ReturnTrip:
         try:
             self._consume()
         except BaseException as error:
-            raise self._producer_error or error from None
-        finally:
             self._stopped = True
+            raise self._producer_error or error from None
+        finally:  # bands of own rows alone may be left when all segments are sent
             producer.join()
         if self._producer_error is not None:
             raise self._producer_error
@@ -74,7 +76,8 @@ class ReturnTrip:
 
     def _produce_in_thread(self) -> None:
         try:
-            self._produce()
+            with np.errstate(over="ignore", invalid="ignore"):  # of this thread
+                self._produce()
         except BaseException as error:
             self._producer_error, self._stopped = error, True
 
@@ -129,7 +132,7 @@ class ReturnTrip:
     def _wait_bands(self, first: int, num_bands: int) -> None:
         bands = slice(first, first + num_bands)
         counters, targets = self._band_counters[bands], self._plan.bands["target"][bands]
-        self._backend.wait(
+        self._signals.wait(
             self._forward,
             lambda: bool((counters >= targets).all()),
             lambda seconds: self._band_timeout(first, seconds),
@@ -159,13 +162,13 @@ class ReturnTrip:
         run = int(segment["run"])
         self._runs[run] += 1
         if self._runs[run] == segment["run_segments"]:
-            self._backend.post(self._forward, owner, "arrived", int(segment["expert"]))
+            self._signals.post(self._forward, owner, "arrived", int(segment["expert"]))
         self._owners[owner] += 1
         if self._owners[owner] == segment["owner_segments"]:
             self._post_done(owner)
 
     def _post_done(self, owner: int) -> None:
-        self._backend.post(self._forward, owner, "done", self._rank)
+        self._signals.post(self._forward, owner, "done", self._rank)
 
     def _span(self, lane: str, name: str, started: int, **args: object) -> None:
         trace = self._backend.trace

@@ -12,6 +12,8 @@ from .report import Printer
 
 __all__ = ["PlanSummary", "gather", "show"]
 
+_MOST_PEERS = 8  # columns that a terminal holds
+
 
 @dataclass(frozen=True)
 class PlanSummary:
@@ -50,15 +52,16 @@ def gather(world: World, plan: Plan) -> list[PlanSummary]:
 
 
 def show(printer: Printer, plans: list[PlanSummary]) -> None:
-    """Print a table, a line per rank."""
-    headers = ["rank", "useful rows", "computed", "useful/computed", "bands", "segments"]
-    headers += [f"KiB to {rank}" for rank in range(len(plans))]
-    printer.table(headers, [_cells(plan) for plan in plans])
+    """Print a table, a line per rank: rows, bands, segments, KiB to each peer."""
+    each = len(plans) <= _MOST_PEERS
+    peers = [f"KiB to {rank}" for rank in range(len(plans))] if each else ["KiB to peers"]
+    headers = ["rank", "useful", "computed", "ratio", "bands", "segments", *peers]
+    printer.table(headers, [_cells(plan, each) for plan in plans])
 
 
-def _cells(plan: PlanSummary) -> list[str]:
+def _cells(plan: PlanSummary, each_peer: bool) -> list[str]:
     share = plan.useful_rows / plan.computed_rows if plan.computed_rows else 1.0
-    numbers = (plan.useful_rows, plan.computed_rows)
-    cells = [str(plan.rank), *map(str, numbers), f"{share:.2f}"]
-    cells += [str(plan.num_bands), str(plan.num_segments)]
-    return cells + [f"{nbytes / 1024:.0f}" for nbytes in plan.bytes_to_peer]
+    rows = [str(plan.rank), str(plan.useful_rows), str(plan.computed_rows), f"{share:.2f}"]
+    nbytes = plan.bytes_to_peer if each_peer else (plan.remote_bytes,)
+    kib = [f"{count / 1024:.0f}" for count in nbytes]
+    return [*rows, str(plan.num_bands), str(plan.num_segments), *kib]

@@ -24,18 +24,23 @@ _SUMMARY += ("computed_rows",)
 
 
 class Printer:
-    """Print lines and tables on one rank; silent on the others."""
+    """Print lines and tables on one rank; silent on the others.
 
-    def __init__(self, enabled: bool = True):
+    Args:
+        enabled: whether this rank prints.
+        plain: never use rich; a launcher's pseudo-terminal is nobody's screen.
+    """
+
+    def __init__(self, enabled: bool = True, *, plain: bool = False):
         self._enabled = enabled
-        self._console = _rich_console() if enabled else None
+        self._console = None if plain or not enabled else _rich_console()
 
     def line(self, text: str = "") -> None:
         """Print one line."""
         if not self._enabled:
             return
         if self._console is not None:
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, flush=True)
 
@@ -53,7 +58,7 @@ class Printer:
         if self._console is None:
             yield
             return
-        with self._console.status(text):
+        with self._console.status(f"{text} ..."):
             yield
 
 
@@ -72,7 +77,7 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
 
     table = Table()
     for column, header in enumerate(headers):
-        table.add_column(header, justify="right" if column else "left")
+        table.add_column(header, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .. import init
+from ..config import Environment
 from ..errors import (
     CapacityError,
     ConfigError,
@@ -71,7 +72,8 @@ class Runner:
     def __init__(self, world: World, options: Options, reason: str):
         self.world, self.options = world, options
         self.place = Place.of(world, reason)
-        self.printer = Printer(enabled=world.rank == 0)
+        launched = Environment.read().launcher_size > 1
+        self.printer = Printer(enabled=world.rank == 0, plain=launched)
         self.rows = RowFile(options.json)
 
     def run(self) -> int:
@@ -127,18 +129,19 @@ class Runner:
         return pickle.loads(self.world.allgather(pickle.dumps(finished))[0])
 
     def _run_case(self, case: Case, *, trace: bool) -> bool:
-        with self.printer.working(case.name):
+        with self.printer.working(f"{case.name}: making inputs, compiling"):
             run = _start(self.world, self.place, case)
-            self.printer.line(f"  {_how(run)}")
-            plans = plan_table.gather(self.world, run.plan())
-            plan_table.show(self.printer, plans)
+        self.printer.line(f"  {_how(run)}")
+        plans = plan_table.gather(self.world, run.plan())
+        plan_table.show(self.printer, plans)
+        with self.printer.working(f"{case.name}: checking"):
             check = run.check()
-            self.printer.line(f"  {check}")
-            times = run.measure(plans) if check.passed else None
-            if times is not None:
-                self._show(times)
-            if trace:
-                self._trace(run)
+        self.printer.line(f"  {check}")
+        times = run.measure(plans) if check.passed else None
+        if times is not None:
+            self._show(times)
+        if trace:
+            self._trace(run)
         if self.world.rank == 0:
             self.rows.append(run.row(plans, check, times))
         return check.passed

@@ -60,7 +60,7 @@ def check_counts(counts: np.ndarray, config: PlanConfig) -> np.ndarray:
     received = counts.sum(axis=0, dtype=np.int64).reshape(config.ranks, -1).sum(axis=1)
     _check_capacity(received, config.max_recv_rows, "receive buffer")
     _check_capacity(counts.sum(axis=1, dtype=np.int64), MAX_INT32, "return buffer")
-    return np.ascontiguousarray(counts, np.int32)
+    return np.array(counts, np.int32, order="C")
 
 
 def _check_capacity(rows: np.ndarray, capacity: int, what: str) -> None:

@@ -34,7 +34,7 @@ def cut_bands(layout: Layout, config: PlanConfig, rank: int) -> np.ndarray:
     stretches = _stretches(layout, config, rank)
     num_bands = -(-stretches["num_rows"] // config.tile_m)
     bands = stretches.repeat(num_bands)
-    skipped = number_within(num_bands) * np.int32(config.tile_m)  # rows before the band
+    skipped = number_within(num_bands) * config.tile_m  # rows before the band
     num_rows = np.minimum(bands["num_rows"] - skipped, config.tile_m)
     remote_left = bands["num_remote"] - skipped  # negative: own rows before the band
     num_remote = np.minimum(np.maximum(remote_left, 0), num_rows)

@@ -79,7 +79,7 @@ def _peers(cuda: Any, count: int) -> list[list[int]]:
     return [p for p in pairs if _int(cuda, "cuDeviceCanAccessPeer", *(devices[i] for i in p))]
 
 
-def nvshmem_report(library: str = LIBNVSHMEM, load: Load = ctypes.CDLL) -> dict[str, Any]:
+def nvshmem_report(library: str = LIBNVSHMEM, *, load: Load = ctypes.CDLL) -> dict[str, Any]:
     """Return ``version`` [major, minor, patch] and ``path``; raise OSError where it cannot load."""
     parts = [ctypes.c_int(0) for _ in range(3)]
     handle = load(library)
@@ -94,5 +94,6 @@ def _mapped(library: str) -> str:
 
 
 if __name__ == "__main__":
-    job = {"cuda": cuda_report, "nvshmem": nvshmem_report}[sys.argv[1]]
-    print(json.dumps(job(*sys.argv[2:])))
+    job, *names = sys.argv[1:]
+    report = cuda_report() if job == "cuda" else nvshmem_report(*names[:1])
+    print(json.dumps(report))

@@ -23,25 +23,27 @@ class Finding:
         ok: True: usable. False: missing or wrong. None: usable with a remark, or not known.
         text: what was seen, in plain words.
         hint: what would help, a command where there is one; "" where nothing is needed.
+        failed: the probe itself failed, so nothing is known.
     """
 
     name: str
     ok: bool | None
     text: str
     hint: str = ""
+    failed: bool = False
 
 
 class ProbeError(Exception):
     """A child process gave no answer; the text says why."""
 
 
-def guard(name: str, probe: Callable[..., Iterable[Finding]], *args: Any) -> list[Finding]:
+def guard(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Return the probe's findings; one that says what was thrown where it failed."""
     try:
-        return list(probe(*args))
+        return list(probe())
     except Exception as error:
         text = f"could not be looked at ({type(error).__name__}: {error})"
-        return [Finding(name, None, text)]
+        return [Finding(name, None, text, failed=True)]
 
 
 def run_json(arguments: Sequence[str], timeout: float = CHILD_TIMEOUT_S) -> dict[str, Any]:

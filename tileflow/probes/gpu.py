@@ -15,9 +15,7 @@ MIN_CAPABILITY = (8, 0)  # mma.sync on bf16, cp.async
 MIN_DRIVER = 12000
 MPS_PIPE = "/tmp/nvidia-mps"  # where CUDA_MPS_PIPE_DIRECTORY is not set
 _CPU_HINT = "the CPU runs everything, slowly: python -m tileflow.bench --backend cpu"
-_DRIVER_HINT = (
-    "install NVIDIA's driver 580 or newer (CUDA 13), in a container start it with --gpus all"
-)
+_DRIVER_HINT = "install NVIDIA's driver 580 or newer (CUDA 13); start a container with --gpus all"
 
 
 def read_report() -> dict[str, Any]:
@@ -48,9 +46,8 @@ def cuda(report: dict[str, Any]) -> Iterator[Finding]:
 def gpus(report: dict[str, Any]) -> Iterator[Finding]:
     """Which GPUs are there, and can the kernels run on them?"""
     if not report["gpus"]:
-        yield Finding(
-            "GPU", False, f"none ({report['error'] or 'the driver lists none'})", _CPU_HINT
-        )
+        why = report["error"] or "the driver lists none"
+        yield Finding("GPU", False, f"none ({why})", _CPU_HINT)
     for idx, gpu in enumerate(report["gpus"]):
         yield _gpu(f"GPU {idx}", gpu, tuple(gpu["capability"]))
 

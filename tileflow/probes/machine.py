@@ -19,11 +19,7 @@ __all__ = ["kernel_cache", "launcher", "python", "shared_memory", "variables"]
 MIN_PYTHON, MAX_PYTHON = (3, 10), (3, 13)
 SMALL_SHM = 256 << 20  # bytes; a container's default is 64 MiB
 SMALL_CACHE = 64 << 20
-_REASONS = {
-    "CUDA_LAUNCH_BLOCKING": "makes every launch wait, so overlap is refused",
-    "NVSHMEM_ENABLE_NIC_PE_MAPPING": "NVSHMEM then pins ranks to network cards of its own choice",
-    "NCCL_NVLS_ENABLE": "multicast over NVLink can fail where several ranks share a GPU",
-}
+_BLOCKING = "every launch waits for its kernel, so overlap is refused"
 
 
 def python() -> Iterator[Finding]:
@@ -71,7 +67,8 @@ def variables(environment: Environment) -> Iterator[Finding]:
     if not environment.troublesome:
         yield Finding("environment", True, "no variable is set that is known to cause trouble")
     for name, value in environment.troublesome.items():
-        text = f"{name}={value}: {_REASONS.get(name, 'known to cause trouble')}"
+        why = _BLOCKING if name == "CUDA_LAUNCH_BLOCKING" else "known to cause trouble"
+        text = f"{name}={value}: {why}"
         yield Finding("environment", None, text, f"unset {name}")
 
 
@@ -80,8 +77,6 @@ def launcher(environment: Environment) -> Iterator[Finding]:
     if environment.launcher_size > 1:
         said = f"{environment.launcher_name}={environment.launcher_size}"
         text = f"{said}: a launcher started {environment.launcher_size} ranks, each is told this"
-        yield Finding(
-            "launcher", None, text, "start it without mpirun or srun: python -m tileflow.doctor"
-        )
+        yield Finding("launcher", None, text, "for one process, start it without mpirun or srun")
     else:
         yield Finding("launcher", True, "none: one process")

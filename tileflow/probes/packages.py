@@ -27,7 +27,7 @@ _NO_CCCL = (3, 2)  # CCCL of CUDA 13.2, with which CUTLASS 4.2 does not compile
 
 
 def gpu_extra(driver: int) -> str:
-    """Return the pip command for GPU packages that fit the driver (CUDA 13's where none is there)."""
+    """Return the pip command of the GPU packages that fit the driver, CUDA 13's where none is."""
     return f"pip install 'tileflow[{'cuda12' if 0 < driver < 13000 else 'cuda13'}]'"
 
 
@@ -91,9 +91,9 @@ def headers() -> Iterator[Finding]:
         yield Finding("headers", False, "no folder of CUDA headers is found", hint)
         return
     fp16 = _first(folders, "cuda_fp16.h")
-    text = "searched in this order: " + ", ".join(map(str, folders))
+    text = "\n".join(["searched in this order:", *map(str, folders)])
     if fp16 is None:
-        yield Finding("headers", False, f"cuda_fp16.h is in none of {text}", hint)
+        yield Finding("headers", False, f"cuda_fp16.h is in no folder; {text}", hint)
     else:
         yield Finding("headers", True, text)
     yield _cutlass(folders, hint)
@@ -143,17 +143,17 @@ def nvshmem(driver: int) -> Iterator[Finding]:
 
 
 def _device_side(spoken: str, host: dict[str, Any], hint: str) -> Finding:
-    version, path = tuple(host["version"]), host["path"]
-    text = f"{spoken}, host library {_dotted(version)} ({path})"
+    version = tuple(host["version"])
+    text = f"{spoken}, host library {_dotted(version)} ({host['path']})"
     header = _device_header()
     if header is None:
         return Finding("NVSHMEM", True, f"{text}; no device headers (peers need pointers)")
     device = _header_version(header)
-    conflict = nvshmem_conflict(version, device)
     text += f", device headers {_dotted(device)} ({header})"
-    return Finding(
-        "NVSHMEM", not conflict, f"{text}{conflict and ': ' + conflict}", conflict and hint
-    )
+    conflict = nvshmem_conflict(version, device)
+    if conflict:
+        return Finding("NVSHMEM", False, f"{text}: {conflict}", hint)
+    return Finding("NVSHMEM", True, text)
 
 
 def nvshmem_conflict(host: Version, device: Version) -> str:
@@ -180,10 +180,8 @@ def _package_folders() -> list[Path]:
 
 def _host_library() -> dict[str, Any]:
     """Ask the library that nvshmem4py takes: the package's, else the loader's."""
-    files = (
-        file for folder in _package_folders() for file in folder.glob("lib/libnvshmem_host.so*")
-    )
-    chosen = [str(file) for file in files][:1]
+    libraries = [folder / "lib" / "libnvshmem_host.so.3" for folder in _package_folders()]
+    chosen = [str(library) for library in libraries if library.exists()][:1]
     return run_json([str(Path(__file__).with_name("driver.py")), "nvshmem", *chosen])
 
 

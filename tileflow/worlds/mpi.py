@@ -12,10 +12,12 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import Environment
 from ..errors import ProtocolTimeout, TileflowError, WorldError
+from ..protocol import pause
 from .base import World
 from .board import LAST_ROUND
 
@@ -67,11 +69,12 @@ def _check_launcher(env: Environment, size: int, library: str) -> None:
 
 def poll(ready: Callable[[], bool], limit_s: float) -> bool:
     """Call `ready` until it holds or `limit_s` seconds have passed; return whether it held."""
-    deadline = time.monotonic() + limit_s
+    deadline, polls = time.monotonic() + limit_s, 0
     while not ready():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0)
+        polls += 1
+        pause(polls)
     return True
 
 
@@ -97,22 +100,23 @@ class MpiWorld(World):
 
     def allgather(self, payload: bytes) -> list[bytes]:
         key, started = (self._round, self._number), time.monotonic()
-        limit_s = self.timeout_s if self._round == LAST_ROUND else self.limit_s
+        limit_s, polls = self.timeout_s if self._round == LAST_ROUND else self.limit_s, 0
         self._number += 1
         self._send_all(key, payload)
         while missing := self._progress(key):
             waited = time.monotonic() - started
             if waited > limit_s:
                 raise self._lost(missing[0], waited)
-            time.sleep(0)  # yields the core: ranks may outnumber cores
+            polls += 1
+            pause(polls)
         answers = {p: self._inbox[p].pop(key) for p in self._peers}
         return [payload if p == self.rank else answers[p] for p in range(self.size)]
 
     def _send_all(self, key: Key, payload: bytes) -> None:
         message = _HEADER.pack(*key) + payload
         for peer in self._peers:
-            request = self._guard(peer, lambda p=peer: self.comm.Isend(message, dest=p, tag=_TAG))
-            self._outgoing.append((peer, request, message))
+            send = partial(self.comm.Isend, message, dest=peer, tag=_TAG)
+            self._outgoing.append((peer, self._guard(peer, send), message))
 
     def _progress(self, key: Key) -> list[int]:
         """Move messages; return the ranks from or to which one is still missing."""
@@ -125,7 +129,7 @@ class MpiWorld(World):
 
     def _receive(self, peer: int, key: Key) -> None:
         """Take what `peer` has sent; drop what it sent before a failure."""
-        while self._guard(peer, lambda: self._take(peer)):
+        while self._guard(peer, partial(self._take, peer)):
             _, buffer = self._incoming.pop(peer)
             found = _HEADER.unpack_from(buffer)
             if found >= key:

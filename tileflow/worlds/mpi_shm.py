@@ -41,21 +41,22 @@ class MpiShmWorld(MpiWorld):
 
     def __init__(self, comm: MPI.Intracomm, timeout_s: float = 30.0):
         super().__init__(comm, timeout_s=timeout_s)
-        self._node = self._require_one_host()
         self._windows: list[MPI.Win] = []
         self._fence_lock = threading.Lock()  # one thread at a time calls MPI
+        self._node = self._join_node()
 
-    def _require_one_host(self) -> MPI.Intracomm:
+    def _join_node(self) -> Any:
+        """Return a communicator of the ranks that share memory; refuse unless all do."""
         from mpi4py import MPI
 
         hosts = [answer.decode() for answer in self.allgather(MPI.Get_processor_name().encode())]
-        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        if node.Get_size() != self.size:
-            node.Free()
+        self._node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        if self._node.Get_size() != self.size:
+            self.close()
             raise WorldError(
                 f"world 'mpi_shm' needs all ranks on one host; they are on {sorted(set(hosts))}"
             )
-        return node
+        return self._node
 
     def device_ranks(self) -> tuple[int, ...]:
         return tuple(range(self.size))
@@ -102,20 +103,24 @@ class MpiShmWorld(MpiWorld):
         super()._close()
 
 
+def _part(window: MPI.Win, rank: int, nbytes: int) -> Any:
+    """Return the bytes of `rank` in a shared window as an array that writes through."""
+    memory: Any = window.Shared_query(rank)[0]
+    return np.frombuffer(memory, np.uint8)[:nbytes]
+
+
 class _WindowBuffer(SymmetricBuffer):
     def __init__(self, world: MpiShmWorld, window: MPI.Win, nbytes: int):
         self._world, self._window = world, window
         self.nbytes = nbytes
         self.pointers = np.zeros(world.size, np.uint64)
-        self._ranks: list[Any] = [
-            np.frombuffer(window.Shared_query(rank)[0], np.uint8)[:nbytes]
-            for rank in range(world.size)
-        ]
+        self._ranks = [_part(window, rank, nbytes) for rank in range(world.size)]
         self.local = self.landing = self._ranks[world.rank]
 
     def peer(self, rank: int) -> Any:
         return self._ranks[rank]
 
     def free(self) -> None:
-        self._ranks, self.local, self.landing = [], None, None
+        self._ranks = []
+        self.local = self.landing = None
         self._world.free_window(self._window)

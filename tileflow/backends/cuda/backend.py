@@ -115,6 +115,7 @@ class CudaBackend(Backend):
         return "sm" if config.put_path == "auto" else config.put_path
 
     def check_config(self, config: Config) -> None:
+        self._launch.check(config)
         split(self.num_sms, self._sharing_ranks(), config.consumer_sms, 1.0, 1.0)
         if Environment.read().launch_blocking and config.put_path != "serial":
             raise ConfigError(
@@ -410,6 +411,9 @@ class CudaBackend(Backend):
 
     def failure(self) -> ProtocolTimeout | None:
         return timeout_from_record(self._record)
+
+    def abort(self) -> None:
+        self._peers.set_abort(1 + self.world.rank)
 
     def drain(self) -> None:
         cupy.cuda.runtime.deviceSynchronize()

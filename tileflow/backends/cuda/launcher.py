@@ -36,7 +36,12 @@ class Launcher:
         return variants.arrivals_per_tile(self._producer(dtype, config))
 
     def _producer(self, dtype: str, config: Config) -> jit.KernelVariant:
-        return variants.producer(self._cc, dtype, config.tile_m, config.tile_n)
+        family = None if config.producer == "auto" else f"producer_{config.producer}"
+        return variants.producer(self._cc, dtype, config.tile_m, config.tile_n, family=family)
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError where this GPU cannot run the configured producer."""
+        self._producer("float16", config)
 
     def load_all(self, dtype: str, config: Config) -> None:
         """Compile and load every kernel of a layer."""

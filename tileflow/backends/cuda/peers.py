@@ -6,10 +6,14 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 
 from ...buffers import SLOTS, Workspace
+from ...protocol import ABORT_WORD
 
 __all__ = ["PeerTables"]
+
+_HOST_TO_DEVICE = runtime.memcpyHostToDevice
 
 
 class PeerTables:
@@ -23,6 +27,7 @@ class PeerTables:
 
     def __init__(self, workspace: Workspace, world: Any):
         self._workspace, self._world = workspace, world
+        self._stream = cupy.cuda.Stream(non_blocking=True)
         self._generation = -1
         self._tables: dict[str, Any] = {}
 
@@ -37,6 +42,17 @@ class PeerTables:
     @property
     def returned(self) -> tuple[int, ...]:
         return tuple(self._address(f"returned{slot}") for slot in range(SLOTS))
+
+    def set_abort(self, word: int) -> None:
+        """Set the abort word of every rank, from the host, whatever the streams are doing."""
+        signals = self._workspace.signals
+        if signals is None:
+            return
+        value = np.array([word], np.uint64)
+        for pointer in signals.pointers:
+            to = int(pointer) + value.itemsize * ABORT_WORD
+            runtime.memcpyAsync(to, value.ctypes.data, 8, _HOST_TO_DEVICE, self._stream.ptr)
+        self._stream.synchronize()
 
     def _address(self, name: str) -> int:
         if self._generation != self._workspace.generation:

@@ -13,20 +13,10 @@ import numpy as np
 from ...config import DTYPES
 from ...errors import ConfigError
 from ...jit import KernelVariant
+from ...plan.schedule import SCHEDULE_DTYPE
+from ...plan.segments import SEGMENT_DTYPE
+from ...plan.tiles import BAND_DTYPE
 from ...protocol import ERROR_RECORD
-
-try:
-    from ...plan.schedule import SCHEDULE_DTYPE
-    from ...plan.segments import SEGMENT_DTYPE
-    from ...plan.tiles import BAND_DTYPE
-except ImportError:  # TEMPORARY until the plan exists
-    _f = lambda s: np.dtype([(n, np.int32) for n in s.split()])  # noqa: E731
-    BAND_DTYPE = _f("row num_rows num_remote expert local_row target pad0 pad1")
-    SCHEDULE_DTYPE = _f("band group_first group_size pad")
-    SEGMENT_DTYPE = _f(
-        "src_row num_rows owner dst_row band_first num_bands expert run run_segments "
-        "owner_segments pad0 pad1"
-    )
 from .params import STRUCTS, layout_checks
 
 __all__ = [
