@@ -35,6 +35,8 @@ PLOT = ["matplotlib", "jinja2"]
 
 # setuptools: a test builds a wheel without the network.
 TEST_TOOLS = ["pytest", "hypothesis", "ml_dtypes", "rich", "setuptools>=70.1", *PLOT]
+# Tests that read the compiled kernels; skipped beside CUDA 12.
+DISASSEMBLERS = ["nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm"]
 
 EXTRAS = {
     "mpi": MPI,
@@ -43,7 +45,7 @@ EXTRAS = {
     "cuda12": [*JIT_CUDA12, "cupy-cuda12x[ctk]", "nvshmem4py-cu12"],
     "nvshmem-device": ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"],
     "plot": PLOT,
-    "test": [*TEST_TOOLS, *JIT],
+    "test": [*TEST_TOOLS, *DISASSEMBLERS, *JIT],
     # The same tests beside `cuda12`, whose compiler and headers must not meet those of `jit`.
     "test-cuda12": [*TEST_TOOLS, *JIT_CUDA12],
     "dev": [

@@ -35,4 +35,4 @@ struct ProducerParams {
   int a_rows;
   int all_to_staging;  // 1: own rows go to staging too
 };
-TILEFLOW_CHECK_LAYOUT_ProducerParams
+TILEFLOW_CHECK_LAYOUT_ProducerParams;

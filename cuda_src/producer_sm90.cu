@@ -4,7 +4,7 @@
 // Warp roles, one CTA per SM:
 //   warpgroup 0, warp 0        load: TMA of A and B boxes into a ring of kStages stages
 //   warpgroup 0, warps 1..G    store: TMA (or row-wise) stores of 64 output rows, then the flag
-//   warpgroup 0, warp 3        schedule: claims tiles by ticket, a few ahead, for all other roles
+//   warpgroup 0, warp 3        schedule: claims tiles by ticket, one ahead, for all other roles
 //   warpgroups 1..G            MMA: 64 rows each; hand converted chunks of 64 columns to "their" store warp
 //
 // So the tensor cores never wait for a store to land, nor for a ticket. Every role walks the same
@@ -35,13 +35,13 @@ using MmaElement = cutlass::half_t;
 using MmaElement = cutlass::bfloat16_t;
 #endif
 
-constexpr int kTileK = 64;                 // 128 bytes: one swizzle atom
-constexpr int kMmaGroups = kTileM / 64;    // MMA warpgroups, each with its own store warp
+constexpr int kTileK = 64;               // 128 bytes: one swizzle atom
+constexpr int kMmaGroups = kTileM / 64;  // MMA warpgroups, each with its own store warp
 constexpr int kThreads = 128 * (1 + kMmaGroups);
-constexpr int kChunk = 64;                 // columns per store
+constexpr int kChunk = 64;  // columns per store
 constexpr int kChunks = kTileN / kChunk;
-constexpr int kChunkBuffers = 2;           // per MMA warpgroup
-constexpr int kRing = 4;                   // tiles claimed but not finished
+constexpr int kChunkBuffers = 2;  // per MMA warpgroup
+constexpr int kRing = 3;          // tiles: claimed, being multiplied, being stored
 constexpr int kRingReaders = 1 + 2 * kMmaGroups;
 constexpr int kScheduleWarp = 3;
 constexpr unsigned kStageBytes = (kTileM + kTileN) * kTileK * sizeof(MmaElement);
@@ -58,6 +58,7 @@ struct __align__(1024) SharedStorage {
   Mbarrier chunk_empty[kMmaGroups][kChunkBuffers];
   Mbarrier tile_full[kRing];
   Mbarrier tile_empty[kRing];
+  Mbarrier may_claim;
 };
 
 static_assert(sizeof(SharedStorage) <= kSharedBytes, "kSharedBytes of the variant");
@@ -90,6 +91,7 @@ __device__ inline void init_barriers(SharedStorage& s) {
     s.tile_full[i].init(1);
     s.tile_empty[i].init(kRingReaders);
   }
+  s.may_claim.init(1);
   fence_mbarrier_init();
 }
 
@@ -107,10 +109,13 @@ struct TileReader {
   }
 };
 
-// One thread: publish tiles in the order of their tickets.
+// One thread: publish tiles in the order of their tickets. The next one is claimed when half of the
+// current one is being loaded: early enough to hide the look-up, late enough that a few tiles
+// spread over all CTAs.
 __device__ inline void schedule_tiles(const ProducerParams& p, SharedStorage& s) {
   RingState<kRing> at;
-  for (bool more = true; more; at.advance()) {
+  RingState<1> claim;
+  for (bool more = true; more; at.advance(), claim.advance()) {
     const int t = static_cast<int>(atomicAdd(p.ticket, 1u));
     more = t < p.num_tiles;
     Tile tile{};
@@ -119,6 +124,7 @@ __device__ inline void schedule_tiles(const ProducerParams& p, SharedStorage& s)
     s.tile_empty[at.index].wait(at.parity ^ 1);
     s.tiles[at.index] = tile;
     s.tile_full[at.index].arrive();
+    if (more) s.may_claim.wait(claim.parity);
   }
 }
 
@@ -129,6 +135,7 @@ __device__ inline void load_tiles(const ProducerParams& p, SharedStorage& s) {
   const auto hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
   // A's rows may have been stored by peers with ordinary stores before this kernel began.
   fence_proxy_async_global();
+  const int claim_at = p.k / 2 / kTileK * kTileK;
   TileReader reader{s};
   RingState<kStages> stage;
   for (Tile tile = reader.wait(); tile.band >= 0; tile = reader.wait()) {
@@ -140,6 +147,7 @@ __device__ inline void load_tiles(const ProducerParams& p, SharedStorage& s) {
       auto* barrier = reinterpret_cast<uint64_t*>(&full);
       SM90_TMA_LOAD_2D::copy(map_a, barrier, hint, s.a[stage.index], k, tile.row);
       SM90_TMA_LOAD_2D::copy(map_b, barrier, hint, s.b[stage.index], k, b_row);
+      if (k == claim_at) s.may_claim.arrive();
       stage.advance();
     }
     reader.release();
@@ -151,7 +159,7 @@ struct Box {
   int num_rows;    // valid rows
   int num_remote;  // leading rows for staging
   int staging_row;
-  int local_row;   // row of box row `num_remote` in the own return buffer
+  int local_row;  // row of box row `num_remote` in the own return buffer
   __device__ Box(const Tile& tile, int group) {
     const int first = group * 64;
     num_rows = max(0, min(64, tile.num_rows - first));
@@ -160,7 +168,9 @@ struct Box {
     local_row = tile.local_row + max(0, first - tile.num_remote);
   }
   // A TMA store does not clip at the end of a run, so it takes only boxes that lie in one place.
-  __device__ bool whole() const { return num_remote == 64 || (num_remote == 0 && num_rows == 64); }
+  // NOTE: written as `num_remote == 64 || (num_remote == 0 && num_rows == 64)`, NVRTC 13.0 made code
+  // for sm_90a that answered true for partial boxes.
+  __device__ bool whole() const { return num_rows == 64 && num_remote % 64 == 0; }
 };
 
 // One warp: 16-byte stores of a chunk's valid rows, each row to where it belongs.
@@ -235,10 +245,10 @@ __device__ inline void multiply_tiles(const ProducerParams& p, SharedStorage& s,
                                              GMMA::Major::K, GMMA::Major::K>());
   auto mma = make_tiled_mma(Atom{}, Layout<Shape<Int<kMmaGroups>, _1, _1>>{});
   auto slice = mma.get_slice(group * 128 + threadIdx.x % 128);
-  Tensor a = slice.make_fragment_A(
-      slice.partition_A(make_tensor(make_smem_ptr(s.a[0]), LayoutA{})));
-  Tensor b = slice.make_fragment_B(
-      slice.partition_B(make_tensor(make_smem_ptr(s.b[0]), LayoutB{})));
+  Tensor a =
+      slice.make_fragment_A(slice.partition_A(make_tensor(make_smem_ptr(s.a[0]), LayoutA{})));
+  Tensor b =
+      slice.make_fragment_B(slice.partition_B(make_tensor(make_smem_ptr(s.b[0]), LayoutB{})));
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int chunk_row = thread / 32 * 16 + lane % 16;  // the row that this lane addresses
   TileReader reader{s};

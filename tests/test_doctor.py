@@ -241,7 +241,7 @@ def test_a_device_nvshmem_newer_than_the_host_one_is_refused_with_versions_and_p
     header = nvshmem_machine(monkeypatch, tmp_path, (3, 4, 5), (3, 8, 0))
     finding = only(packages.nvshmem(13000))
     assert finding.ok is False
-    for word in ("3.4.5", "/opt/libnvshmem_host.so.3", "3.8.0", str(header), "newer"):
+    for word in ("3.4.5", "/opt/libnvshmem_host.so.3", "3.8.0", str(header)):
         assert word in finding.text
 
 
@@ -250,9 +250,12 @@ def test_a_device_nvshmem_older_than_the_host_one_is_fine(monkeypatch, tmp_path)
     assert only(packages.nvshmem(13000)).ok is True
 
 
-def test_another_major_version_is_a_conflict_either_way():
-    assert "major" in packages.nvshmem_conflict((4, 0, 0), (3, 8, 0))
-    assert "major" in packages.nvshmem_conflict((3, 8, 0), (4, 0, 0))
+@pytest.mark.parametrize(("host", "device"), [((4, 0, 0), (3, 8, 0)), ((3, 8, 0), (4, 0, 0))])
+def test_another_major_version_of_nvshmem_is_refused_either_way(
+    monkeypatch, tmp_path, host, device
+):
+    nvshmem_machine(monkeypatch, tmp_path, host, device)
+    assert only(packages.nvshmem(13000)).ok is False
 
 
 # MPI

@@ -1,4 +1,4 @@
-"""Plans: offsets, agreement between ranks, refusals; `cases` and `config_for` serve all plan tests."""
+"""Plans: offsets, agreement between ranks, refusals; and the cases that all plan tests draw."""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ def problem(dtype=np.float32, *, tokens=(5, 0, 3), experts=4, top_k=3, hidden=16
     x = [rng.standard_normal((t, hidden)).astype(dtype) for t in tokens]
     ids = [rng.integers(-1, experts, (t, top_k)) for t in tokens]
     ids[0][0], ids[0][1] = -1, 2
-    weights = [rng.random((t, top_k)).astype(np.float32) for t in tokens]
+    weights = [rng.standard_normal((t, top_k)).astype(np.float32) for t in tokens]
     w_gate_up = (rng.standard_normal((experts, 2 * ffn, hidden)) / 4).astype(dtype)
     w_down = (rng.standard_normal((experts, cols, ffn)) / 5).astype(dtype)
     return x, ids, weights, w_gate_up, w_down

@@ -88,7 +88,7 @@ def test_few_experts_are_repeated_rather_than_a_mode_refused(mode, experts, top_
     assert ids.min() >= 0 and ids.max() < experts
 
 
-@pytest.mark.parametrize("mode", set(MODES) - {"first_k"})
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "first_k"])
 def test_another_seed_gives_another_routing(mode):
     assert not np.array_equal(route(mode, seed=0)[0][0], route(mode, seed=1)[0][0])
 
@@ -105,6 +105,18 @@ def test_every_rank_has_its_share_of_every_expert(mode):
     assert (np.ptp(rows, axis=0) <= 1).all()
 
 
+def test_ranks_with_unequal_tokens_have_the_same_proportions():
+    tokens = np.array([900, 60, 0, 240])
+    rows = rows_by_source("stress_skew", tokens=tokens.tolist())
+    expected = np.outer(tokens / tokens.sum(), rows.sum(axis=0))
+    assert np.abs(rows - expected).max() < 2
+
+
+def test_every_slot_sees_every_expert():
+    ids, _ = route("first_k", top_k=4)[0]
+    assert [len(np.unique(ids[:, slot])) for slot in range(4)] == [4, 4, 4, 4]
+
+
 @pytest.mark.parametrize("mode", SKEWS)
 @pytest.mark.parametrize("tokens", [512, [1000, 0, 300, 12]])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (16, 2), (32, 8), (128, 8), (1024, 16)])
@@ -118,10 +130,11 @@ def test_a_ratio_that_distinct_experts_forbid_becomes_the_largest_possible():
     assert rows.max() / rows.mean() == pytest.approx(2.0)  # an expert in every token
 
 
-def test_random_uneven_experts_stay_in_their_interval():
-    rows = rows_by_source("random_uneven", experts=64, top_k=4).sum(axis=0)
-    assert rows.sum() == 4 * 512 * 4
-    assert np.floor(0.2 * rows.mean()) <= rows.min() < rows.max() <= np.ceil(1.8 * rows.mean())
+@pytest.mark.parametrize("seed", range(20))
+def test_random_uneven_experts_stay_in_their_interval(seed):
+    rows = rows_by_source("random_uneven", experts=4, top_k=1, seed=seed).sum(axis=0)
+    assert rows.sum() == 4 * 512
+    assert np.floor(0.2 * 512) <= rows.min() < rows.max() <= np.ceil(1.8 * 512)
 
 
 def test_first_k_uses_the_first_experts_alone():
@@ -136,7 +149,7 @@ def test_half_empty_leaves_half_of_the_experts_without_rows():
 
 def test_one_owner_gets_ninety_percent_of_one_ranks_rows():
     rows = rows_by_source("one_owner_90").reshape(4, 4, -1).sum(axis=2)  # [source, rank]
-    assert rows[0, 1] / rows[0].sum() == pytest.approx(0.9, abs=1e-3)
+    assert rows[0, 1] / rows[0].sum() == pytest.approx(0.9, abs=0.005)
     assert (np.ptp(rows[1:], axis=1) <= 8).all()
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tileflow import timing
+import tileflow
+from tileflow import MoELayer, MoEShape, timing
 
 POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
 
@@ -99,3 +100,59 @@ def test_times_without_remote_rows_have_no_ratio_and_no_send():
     assert times.overlap_ratio is None
     assert times.overlap_ceiling is None
     assert times.bound_ratio == 1.0
+
+
+def operator_layer(world) -> tuple[MoELayer, np.ndarray, np.ndarray]:
+    """Return an operator-only layer, its rows and counts: 64 rows of each source everywhere."""
+    counts = np.full((world.size, world.size), 64, np.int32)
+    shape = MoEShape(8, 16, world.size, 1, 64 * world.size, hidden_out=264)
+    layer = MoELayer(world, shape, None, np.ones((1, 264, 16), np.float16))
+    return layer, np.ones((64 * world.size, 16), np.float16), counts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_operators_times_are_measured_and_equal_on_all_ranks(ranks):
+    def main(world) -> timing.OperatorTimes:
+        layer, rows, counts = operator_layer(world)
+        extra = {"plan": lambda: layer.engine.last_plan_ms}
+        times = timing.measure_operator(layer, rows, counts, repeats=3, extra=extra)
+        assert (layer.operator(rows, counts) == 16).all()  # the modes for timing left no trace
+        return times
+
+    with tileflow.init("loopback", ranks=ranks, backend="cpu") as world:
+        times, *others = world.run(main)
+    assert all(other == times for other in others)
+    assert times.gemm.repeats == 3 and times.extra["plan"].median_ms > 0
+    assert (times.send is None) == (ranks == 1)
+    assert times.bound_ratio > 0
+
+
+def test_rows_left_in_staging_by_the_gemm_are_what_the_send_sends():
+    def main(world) -> np.ndarray:
+        layer, rows, counts = operator_layer(world)
+        assert timing.operator_ms(layer, rows, counts, "gemm") > 0
+        for slot in range(2):  # neither slot of the return buffer holds them yet
+            layer.world.backend.workspace.returned.local[:] = 0
+            world.barrier()
+            assert timing.operator_ms(layer, rows, counts, "send") > 0, slot
+        buffer = layer.world.backend.workspace.returned.local
+        return np.count_nonzero(buffer.view(np.float16) == 16)
+
+    with tileflow.init("loopback", ranks=2, backend="cpu") as world:
+        arrived = world.run(main)
+    assert arrived == [64 * 264] * 2  # the other rank's rows; own ones are the GEMM's to store
+
+
+def test_a_layers_time_is_the_sum_of_its_stages():
+    def main(world) -> dict[str, float]:
+        shape = MoEShape(16, 8, 2 * world.size, 1, 4)
+        weights = np.zeros((2, 16, 16), np.float16), np.zeros((2, 16, 8), np.float16)
+        layer = MoELayer(world, shape, *weights)
+        x, ids = np.zeros((4, 16), np.float16), np.zeros((4, 1), np.int32)
+        return timing.layer_ms(layer, (x, ids, np.ones((4, 1), np.float32)), "overlap")
+
+    with tileflow.init("loopback", ranks=2, backend="cpu") as world:
+        for stages in world.run(main):
+            total = stages.pop("total")
+            assert "gemm1" in stages
+            assert total == pytest.approx(sum(stages.values()))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+import tileflow
+from tileflow import MoELayer, MoEShape
+from tileflow.faults import Faults
 from tileflow.trace import Span, Trace, now_ns
 from tools import plot_timeline
 
@@ -109,3 +113,38 @@ def test_ranks_that_are_not_in_the_file_are_refused(tmp_path, capsys):
     arguments = [str(tmp_path / "trace.json"), "-o", str(tmp_path / "out.png"), "--ranks", "7"]
     assert plot_timeline.main(arguments) == 2
     assert "ranks" in capsys.readouterr().err
+
+
+def traced_run(mode: str) -> list[Span]:
+    """Run an operator with slow tiles on 2 virtual ranks; return the spans of both."""
+
+    def main(world) -> list[Span]:
+        shape = MoEShape(8, 16, 2, 1, 1024, hidden_out=512)
+        layer = MoELayer(world, shape, None, np.ones((1, 512, 16), np.float16))
+        layer.engine.faults = Faults(tile_delay_s=4e-3)
+        counts = np.full((2, 2), 256, np.int32)
+        world.backend.trace = Trace()
+        layer.operator(np.ones((512, 16), np.float16), counts, mode=mode)
+        return world.backend.trace.spans
+
+    with tileflow.init("loopback", ranks=2, backend="cpu") as world:
+        return [span for spans in world.run(main) for span in spans]
+
+
+def by_name(spans: list[Span], rank: int, name: str) -> list[Span]:
+    return [span for span in spans if span.rank == rank and span.name == name]
+
+
+def test_an_overlapped_run_sends_inside_the_window_of_its_gemm():
+    spans = traced_run("overlap")
+    for rank in (0, 1):
+        tiles, sends = by_name(spans, rank, "tile"), by_name(spans, rank, "send")
+        assert len(tiles) == 4 * 2 and len(sends) == 2
+        assert min(s.end_ns for s in sends) < max(t.start_ns for t in tiles)
+
+
+def test_a_serial_run_sends_nothing_before_its_gemm_has_ended():
+    spans = traced_run("serial")
+    for rank in (0, 1):
+        tiles, sends = by_name(spans, rank, "tile"), by_name(spans, rank, "send")
+        assert min(s.start_ns for s in sends) >= max(t.end_ns for t in tiles)

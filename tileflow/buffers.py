@@ -61,9 +61,9 @@ class WorkspaceSizes:
     @classmethod
     def of(cls, shape: MoEShape, config: PlanConfig, *, operator_only: bool) -> WorkspaceSizes:
         """Return what a layer needs; an operator-only layer has no receive buffer."""
-        rows = config.max_layout_rows
+        rows = max(1, config.max_layout_rows)  # a layer for no tokens has regions all the same
         layer_rows = 0 if operator_only else rows
-        sent_rows = shape.max_tokens * shape.top_k
+        sent_rows = max(1, shape.max_tokens * shape.top_k)
         control = ControlLayout(config.ranks, config.experts_per_rank, config.max_bands)
         return cls(
             recv=_region(layer_rows, shape.hidden),

@@ -18,7 +18,7 @@ import numpy as np
 from .backends.base import Backend, ExpertWeights, Forward
 from .buffers import WorkspaceSizes, plan_config
 from .config import Config, MoEShape
-from .errors import InputError, TileflowError
+from .errors import CapacityError, InputError, TileflowError
 from .faults import Faults
 from .plan import Plan, build_plan
 from .routing import place_rows
@@ -164,8 +164,13 @@ class Engine:
     # -- shared ----------------------------------------------------------------------------------
 
     def plan(self, counts: np.ndarray) -> Plan:
-        """Return this rank's plan for counts [W, E]."""
-        return build_plan(counts, self.plan_config, self.world.rank)
+        """Return this rank's plan for counts [W, E]; CapacityError where any rank has no room."""
+        plan = build_plan(counts, self.plan_config, self.world.rank)
+        room, sent = self.shape.max_tokens * self.shape.top_k, counts.sum(axis=1, dtype=np.int64)
+        if sent.max() > room:
+            rank = int(sent.argmax())
+            raise CapacityError(rank, "return buffer", int(sent[rank]), room)
+        return plan
 
     def check(self) -> None:
         """Raise the failure that a wait of this rank has recorded, or WorldBroken after one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -112,8 +113,9 @@ class MoELayer:
     ) -> Any:
         """Run the layer as calling it does; `timings` receives milliseconds per stage."""
         call, error = None, None
-        with self._backend.on_stream(stream) as current:
+        with ExitStack() as scope:
             try:
+                current = scope.enter_context(self._backend.on_stream(stream))
                 self._require_layer()
                 _check_mode(mode)
                 call = self._check_call(x, topk_ids, topk_weights, out)
@@ -147,8 +149,10 @@ class MoELayer:
             Own rows as they came home, [sum(counts[rank]), hidden_out], sorted by expert.
         """
         counts, error = np.ascontiguousarray(counts, np.int32), None
-        with self._backend.on_stream(stream) as current:
+        current = None
+        with ExitStack() as scope:
             try:
+                current = scope.enter_context(self._backend.on_stream(stream))
                 _check_mode(mode)
                 rows = int(self.plan(counts).recv_rows[self.world.rank])
                 activated = self._array("activated", activated, (rows, self.shape.ffn))
@@ -223,6 +227,8 @@ class MoELayer:
             out = backend.empty((tokens, shape.hidden_out), shape.dtype)  # type: ignore[arg-type]
         else:
             out = self._array("out", out, (tokens, shape.hidden_out))
+            if not getattr(out.flags, "writeable", True):
+                raise InputError("out.flags.writeable", False, "an array that can be written")
         host_ids = backend.to_host(ids)
         return Call(x, ids, weights, host_ids, out)
 

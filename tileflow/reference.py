@@ -58,14 +58,13 @@ def moe_reference(
         topk_weights_per_rank: float [T, k] of every rank.
         w_gate_up_all: of all experts, any float dtype.
         w_down_all: of all experts, any float dtype.
-        dtype: ``"float16"`` or ``"bfloat16"`` rounds both expert GEMMs' inputs to it, that is the
-            row between them, as a layer of this dtype must; None rounds nothing.
+        dtype: ``"float16"`` or ``"bfloat16"`` rounds the row between the two GEMMs to it, as a
+            layer of this dtype must; None rounds nothing. The result is never rounded.
         accumulate: ``np.float32`` or ``np.float64``, of all arithmetic and of the result.
 
     Returns:
         One :class:`Reference` per rank, arrays of type `accumulate`.
     """
-    tokens_of = [len(x) for x in x_per_rank]
     x = np.concatenate(x_per_rank)  # [T of all ranks, hidden]
     ids = np.concatenate(topk_ids_per_rank)
     weights = np.concatenate(topk_weights_per_rank).astype(accumulate)
@@ -80,8 +79,9 @@ def moe_reference(
             weight = weights[tokens[here], slot]
             y[tokens[here]] += weight[:, None] * rows[here]
             row_norms[tokens[here]] += np.abs(weight) * np.linalg.norm(rows[here], axis=1)
-    borders = np.cumsum(tokens_of)[:-1]
-    return [Reference(*part) for part in zip(np.split(y, borders), np.split(row_norms, borders), strict=True)]
+    lasts = np.cumsum([len(x) for x in x_per_rank])
+    ranges = [slice(last - len(x), last) for last, x in zip(lasts, x_per_rank, strict=True)]
+    return [Reference(y[part], row_norms[part]) for part in ranges]
 
 
 def operator_reference(
@@ -114,10 +114,10 @@ def relative_error(y: np.ndarray, ref: np.ndarray, scale: np.ndarray) -> np.ndar
     """
     if y.shape != ref.shape or scale.shape != ref.shape[:1]:
         raise ValueError(f"shapes {y.shape}, {ref.shape} and {scale.shape} do not belong together")
-    distance = np.linalg.norm(y.astype(np.float64) - ref.astype(np.float64), axis=1)
-    error = np.full(len(ref), np.inf)
-    np.divide(distance, scale, out=error, where=scale > 0)
-    error[(scale == 0) & (distance == 0)] = 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distance = np.linalg.norm(y.astype(np.float64) - ref.astype(np.float64), axis=1)
+        error = distance / scale
+    error[(distance == 0) & (scale == 0)] = 0.0
     return np.where(np.isnan(error), np.inf, error)
 
 

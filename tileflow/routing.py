@@ -14,9 +14,9 @@ without talking to others. Modes, and the rows that experts get in them:
 - ``power_law``: the i-th most popular expert gets ~ ``1/i``.
 
 The experts of a token are distinct wherever k experts have rows at all. An expert then gets at most
-one row of each token and max/mean cannot exceed E/k: skews aim at that where it is less, and in any
-mode the rows that an expert cannot take go to the others. Ratios hold within 5 % from about 10 mean
-rows per expert on; below, whole rows are too coarse.
+one row of each token, so max/mean cannot exceed E/k; rows that it cannot take go to the others in
+proportion. Ratios hold within 5 % from about 10 mean rows per expert on; below, whole rows are too
+coarse.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _skew(most: float, num_experts: int, top_k: int, rng: np.random.Generator) -
 
     Solves ``E / sum(i**-a, i = 1 .. E) == most`` for the exponent a.
     """
-    ratio = min(most, max(1.0, num_experts / top_k), 0.999 * num_experts)
+    ratio = min(most, 0.999 * num_experts)
     order = np.arange(1.0, num_experts + 1.0)
     exponent = _bisect(lambda a: num_experts / (order**-a).sum(), ratio, 16.0)
     return _power_law(num_experts, exponent, rng)

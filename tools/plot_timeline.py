@@ -3,7 +3,7 @@
 One row per rank and lane: output tiles of the GEMM above, waits and sends of the consumer below, on
 one clock. The pale field behind a rank's rows is its GEMM's window: sends inside it are hidden.
 
-    python -m tools.plot_timeline trace.json -o timeline.svg [--ranks 0,1]
+    python -m tools.plot_timeline trace.json -o timeline.svg [--ranks 0,1] [--stages]
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Look:
 
     label: str
     color: str
-    hatch: str = ""
+    edge: str = "white"
     height: float = 0.72
 
 
 _LOOKS = {
     "tile": Look("GEMM tile", "#0072B2"),
-    "wait": Look("consumer waits for a band", "#D9D9D9", height=0.3),
-    "send": Look("send to the owner", "#E69F00", hatch="////"),
+    "wait": Look("consumer waits for a band", "#CFCFCF", height=0.26),
+    "send": Look("send to the owner", "#E69F00", edge="#E69F00"),  # visible however short
 }
 _OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442")
 _LANE_ORDER = ("producer", "consumer")
@@ -53,8 +53,8 @@ class Bar:
         return self.start + self.length
 
 
-def load(path: Path, ranks: Sequence[int] | None = None) -> list[Bar]:
-    """Return the bars of a Chrome trace; None takes all ranks.
+def load(path: Path, ranks: Sequence[int] | None = None, *, stages: bool = False) -> list[Bar]:
+    """Return the bars of a Chrome trace; None takes all ranks, `stages` the lane of stages as well.
 
     Raises:
         ValueError: the file is not a trace, or holds nothing of these ranks.
@@ -65,6 +65,7 @@ def load(path: Path, ranks: Sequence[int] | None = None) -> list[Bar]:
         raise ValueError(f"{path} is not a Chrome trace") from error
     bars = [_bar(event) for event in events if event["ph"] == "X"]
     bars = [bar for bar in bars if ranks is None or bar.rank in ranks]
+    bars = [bar for bar in bars if stages or bar.lane != "stage"]
     if not bars:
         raise ValueError(f"{path} holds no spans of the ranks asked for")
     return sorted(bars, key=lambda bar: bar.start)
@@ -148,10 +149,7 @@ def _draw_bars(axes: Any, bars: Sequence[Bar], rows: dict[tuple[int, str], float
             ]
             if spans:
                 box = (place - look.height / 2, look.height)
-                axes.broken_barh(
-                    spans, box, facecolor=look.color, hatch=look.hatch, ec="white", lw=0.4,
-                    label=label,
-                )  # fmt: skip
+                axes.broken_barh(spans, box, fc=look.color, ec=look.edge, lw=0.7, label=label)
                 label = None
 
 
@@ -181,7 +179,7 @@ def _title(bars: Sequence[Bar]) -> str:
     share = hidden_share(bars)
     if share is None:
         return "Last expert GEMM without remote rows: nothing to send"
-    return f"{share:.0%} of the time of the sends lies inside the last expert GEMM"
+    return f"Rows go home under the last expert GEMM: {share:.0%} of the send time lies inside it"
 
 
 def _ranks(text: str) -> list[int]:
@@ -197,9 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", type=Path, help="Chrome JSON of tileflow.bench --trace")
     parser.add_argument("-o", "--output", type=Path, default=Path("timeline.svg"))
     parser.add_argument("--ranks", type=_ranks, help="comma-separated; default: all")
+    parser.add_argument("--stages", action="store_true", help="draw the stages of a forward too")
     options = parser.parse_args(arguments)
     try:
-        bars = load(options.trace, options.ranks)
+        bars = load(options.trace, options.ranks, stages=options.stages)
         plot(bars).savefig(options.output, dpi=150)
     except (OSError, ValueError) as error:
         print(f"plot_timeline: {error}", file=sys.stderr)

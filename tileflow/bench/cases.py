@@ -76,7 +76,7 @@ class LayerCase(Case):
 
 # Sizes per (device, effort); a tuple lists what a suite varies.
 _OPERATOR = {
-    ("cpu", "quick"): {"rows": 256, "n": 256, "k": 128, "e_local": (4,)},
+    ("cpu", "quick"): {"rows": 512, "n": 256, "k": 128, "e_local": (4,)},
     ("cpu", "normal"): {"rows": 1024, "n": 512, "k": 512, "e_local": (4,)},
     ("cpu", "full"): {"rows": 2048, "n": 1024, "k": 512, "e_local": (4, 16)},
     ("cuda", "quick"): {"rows": 4096, "n": 4096, "k": 2048, "e_local": (4,)},

@@ -15,9 +15,10 @@ from ..errors import ConfigError
 from ..plan import Plan
 from .cases import Case, LayerCase, OperatorCase
 
-__all__ = ["Maker", "OperatorInputs"]
+__all__ = ["Maker", "OperatorInputs", "release_memory"]
 
 _WEIGHT_UP, _WEIGHT_DOWN, _ROWS, _TOKENS = range(4)
+_PHILOX = 161  # cuRAND's generator that is seeded at no cost: one is made per array
 
 
 class Maker:
@@ -39,10 +40,13 @@ class Maker:
         """Return the array that `key` names, rounded to the case's dtype."""
         seeds = np.random.SeedSequence([*self._entropy, *key])
         seed = int(seeds.generate_state(1)[0])
+        if 0 in shape:
+            return self.xp.zeros(shape, self.dtype)
         if self.xp is np:
             values = np.random.default_rng(seed).standard_normal(shape, np.float32)
         else:
-            values = self.xp.random.RandomState(seed).standard_normal(shape, self.xp.float32)
+            generator = self.xp.random.RandomState(seed, method=_PHILOX)
+            values = generator.standard_normal(shape, self.xp.float32)
         values *= self.xp.float32(scale)
         return values.astype(self.dtype)
 
@@ -117,6 +121,14 @@ class OperatorInputs:
 
     def _experts(self, rank: int) -> range:
         return range(rank * self._case.e_local, (rank + 1) * self._case.e_local)
+
+
+def release_memory(device: str) -> None:
+    """Give the GPU memory of deleted arrays back, for worlds that allocate beside CuPy's pool."""
+    if device == "cuda":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 def _array_module(device: str) -> Any:

@@ -67,13 +67,16 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--suite", choices=SUITES, default="default", help="group of cases")
-    group.add_argument(
-        "--quick", dest="effort", action="store_const", const="quick", help="small, 3 repeats"
-    )
-    group.add_argument(
-        "--full", dest="effort", action="store_const", const="full", help="every case, more repeats"
-    )
-    group.set_defaults(effort="normal")
+    effort = group.add_mutually_exclusive_group()
+    for name, text in (("quick", "small, few repeats"), ("full", "more cases and repeats")):
+        effort.add_argument(
+            f"--{name}",
+            dest="effort",
+            action="store_const",
+            const=name,
+            help=text,
+            default="normal",
+        )
     group.add_argument(
         "--only", metavar="EXPR", help="cases whose name contains EXPR or matches it as a glob"
     )

@@ -75,7 +75,8 @@ class Place:
         link = f", link {self.link}" if self.link else ""
         lines = [
             f"device: {self.device}",
-            f"world:  {self.world}, {self.ranks} ranks{link} ({self.reason})",
+            f"world:  {self.world}, {self.ranks} ranks{link}",
+            f"reason: {self.reason}",
         ]
         return lines + self._warnings()
 

@@ -54,7 +54,8 @@ def gather(world: World, plan: Plan) -> list[PlanSummary]:
 def show(printer: Printer, plans: list[PlanSummary]) -> None:
     """Print a table, a line per rank: rows, bands, segments, KiB to each peer."""
     each = len(plans) <= _MOST_PEERS
-    peers = [f"KiB to {rank}" for rank in range(len(plans))] if each else ["KiB to peers"]
+    others = [f"to {rank}" for rank in range(1, len(plans))]
+    peers = ["KiB to 0", *others] if each else ["KiB to peers"]
     headers = ["rank", "useful", "computed", "ratio", "bands", "segments", *peers]
     printer.table(headers, [_cells(plan, each) for plan in plans])
 

@@ -18,9 +18,10 @@ from .rows import Row, RowFile
 
 __all__ = ["Printer", "main", "milliseconds", "number"]
 
-_SUMMARY = ("case", "check", "t_gemm_ms", "t_send_ms", "t_serial_ms", "t_overlap_ms", "tflops")
-_SUMMARY += ("gbps", "overlap_ratio", "overlap_ceiling", "bound_ratio", "useful_rows")
-_SUMMARY += ("computed_rows",)
+_SUMMARY = (
+    *("case", "check", "t_gemm_ms", "t_send_ms", "t_serial_ms", "t_overlap_ms", "tflops", "gbps"),
+    *("overlap_ratio", "overlap_ceiling", "bound_ratio", "useful_rows", "computed_rows"),
+)
 
 
 class Printer:
@@ -73,9 +74,10 @@ def _rich_console() -> Any:
 
 
 def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD)
     for column, header in enumerate(headers):
         table.add_column(header, justify="right" if column else "left", no_wrap=True)
     for row in rows:

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..backends.base import ExpertWeights, Forward
 from ..layer import MoELayer
 from ..plan import Plan
+from ..reference import TOLERANCES
 from ..timing import Spread
 from ..version import __version__
 from ..worlds.base import World
 from .cases import Case
-from .checks import TOLERANCE, Check
+from .checks import Check
 from .data import Maker
+from .oracles import make_oracle
 from .place import Place
 from .plans import PlanSummary
 from .rows import Row, make_row
@@ -48,6 +51,7 @@ class CaseRun(ABC):
     def __init__(self, world: World, place: Place, case: Case):
         self.world, self.place, self.case = world, place, case
         self.maker = Maker(world.device, case)
+        self.oracle = make_oracle(self.maker.xp, case.dtype)
 
     @abstractmethod
     def plan(self) -> Plan:
@@ -76,11 +80,23 @@ class CaseRun(ABC):
         """``"overlap"``, or ``"serial"`` where the put path is serial."""
         return "serial" if self.put_path == "serial" else "overlap"
 
+    @property
+    def consumer_sms(self) -> int | None:
+        """SMs of the consumer in an overlapped run; None on a CPU and where nothing overlaps."""
+        plan, backend = self.plan(), self.world.backend
+        if self.world.device != "cuda" or self.mode == "serial" or not plan.num_segments:
+            return None
+        assert backend is not None
+        weights, limit_s = ExpertWeights(None, None), self.world.timeout_s
+        layer = self.layer
+        forward = Forward(layer.shape, layer.config, plan, weights, 0, "overlap", limit_s)
+        return backend.partition(forward).consumer  # type: ignore[attr-defined]
+
     def check(self) -> Check:
         """Return the verdict of all ranks together."""
         answers = self.world.allgather(pickle.dumps(self.compare()))
         errors, bits = zip(*map(pickle.loads, answers), strict=True)
-        return Check(max(errors), TOLERANCE[self.case.dtype], all(bits))
+        return Check(max(errors), TOLERANCES[self.case.dtype], all(bits))
 
     def row(self, plans: list[PlanSummary], check: Check, times: Times | None) -> Row:
         """Return the row of the case; `times` is None where the check failed."""
@@ -105,7 +121,7 @@ class CaseRun(ABC):
             "e_local": case.e_local,
             "put_path": self.put_path,
             "tile_m": case.config.tile_m,
-            "consumer_sms": case.config.consumer_sms if place.backend == "cuda" else None,
+            "consumer_sms": self.consumer_sms,
             "mgb": case.config.mgb,
             "mode": self.mode,
             "seed": case.seed,

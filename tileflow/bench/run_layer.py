@@ -85,9 +85,9 @@ class LayerRun(CaseRun):
     def compare(self) -> tuple[float, bool]:
         overlapped = self.layer(*self._arguments, mode="overlap")
         serial = self.layer(*self._arguments, mode="serial")
-        xp, routing = self.maker.xp, (self._ids, self._shares)
-        error = layer_error(xp, self._x, *routing, overlapped, self._weights)
-        return error, same_bits(xp, overlapped, serial)
+        routing = (self._ids, self._shares)
+        error = layer_error(self.oracle, self._x, *routing, overlapped, self._weights)
+        return error, same_bits(self.maker.xp, overlapped, serial)
 
     def measure(self, plans: list[PlanSummary]) -> Times:
         stages: list[dict[str, float]] = []

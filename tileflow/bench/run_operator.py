@@ -65,9 +65,8 @@ class OperatorRun(CaseRun):
         overlapped = self._run("overlap")
         serial = self._run("serial")
         bits = same_bits(self.maker.xp, overlapped, serial)
-        own = self.counts[self.world.rank]
-        inputs = self._inputs
-        error = operator_error(self.maker.xp, inputs.sent(), overlapped, own, inputs.down)
+        own, inputs = self.counts[self.world.rank], self._inputs
+        error = operator_error(self.oracle, inputs.sent(), overlapped, own, inputs.down)
         return error, bits
 
     def _run(self, mode: str) -> Any:

@@ -23,6 +23,7 @@ from ..errors import (
 from ..worlds.base import World
 from . import plans as plan_table
 from .cases import Case, LayerCase, OperatorCase, select
+from .data import release_memory
 from .options import Options, parse
 from .place import Place
 from .report import Printer, milliseconds, number
@@ -34,8 +35,10 @@ from .run_operator import OperatorRun
 __all__ = ["FAILED", "PASSED", "TIMEOUT", "USAGE", "main"]
 
 PASSED, FAILED, USAGE, TIMEOUT = 0, 1, 2, 3
-_RATIOS = ("overlap_ratio", "overlap_ceiling", "bound_ratio", "tflops", "tflops_cublas_dense")
-_RATIOS += ("gbps",)
+_RATIOS = (
+    *("overlap_ratio", "overlap_ceiling", "bound_ratio"),
+    *("tflops", "tflops_cublas_dense", "gbps"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,6 +94,7 @@ class Runner:
                 continue
             self.printer.line(f"\n{title}: {_describe(case)}")
             verdicts.append(self._run_case(case, trace=case is traced))
+            release_memory(self.world.device)
         return self._conclude(verdicts, len(cases))
 
     def _select(self) -> list[Case]:
@@ -187,7 +191,9 @@ def _describe(case: Case) -> str:
 def _how(run: CaseRun) -> str:
     config = run.case.config
     chosen = "default, untuned" if config.put_path == "auto" else "as asked"
-    return f"put path {run.put_path} ({chosen}), tile_m {config.tile_m}, mgb {config.mgb}"
+    consumer = "" if run.consumer_sms is None else f", consumer SMs {run.consumer_sms}"
+    tuned = f"tile_m {config.tile_m}, mgb {config.mgb}{consumer}"
+    return f"put path {run.put_path} ({chosen}), {tuned}"
 
 
 def _require_writable(options: Options) -> None:

@@ -11,9 +11,7 @@ from typing import Any
 
 from .finding import Finding, ProbeError, run_json
 
-__all__ = ["cupy", "headers", "nvrtc", "nvshmem", "nvshmem_conflict"]
-
-Version = tuple[int, ...]
+__all__ = ["cupy", "headers", "nvrtc", "nvshmem"]
 
 _ASK_CUPY = "import cupy, json; print(json.dumps({'version': cupy.__version__}))"
 _ASK_NVRTC = """
@@ -143,33 +141,18 @@ def nvshmem(driver: int) -> Iterator[Finding]:
 
 
 def _device_side(spoken: str, host: dict[str, Any], hint: str) -> Finding:
-    version = tuple(host["version"])
-    text = f"{spoken}, host library {_dotted(version)} ({host['path']})"
+    from ..worlds.nvshmem_versions import Library, version_problem
+
+    library = Library(tuple(host["version"]), Path(host["path"]))
+    text = f"{spoken}, host library {library}"
     header = _device_header()
     if header is None:
         return Finding("NVSHMEM", True, f"{text}; no device headers (peers need pointers)")
-    device = _header_version(header)
-    text += f", device headers {_dotted(device)} ({header})"
-    conflict = nvshmem_conflict(version, device)
-    if conflict:
-        return Finding("NVSHMEM", False, f"{text}: {conflict}", hint)
-    return Finding("NVSHMEM", True, text)
-
-
-def nvshmem_conflict(host: Version, device: Version) -> str:
-    """Return what is wrong with a pair of versions, "" where nothing is.
-
-    The device library must have the host library's major version and be no newer than it.
-    """
-    if host[0] != device[0]:
-        return "host and device library differ in their major version"
-    if device > host:
-        return "the device library is newer than the host library"
-    return ""
-
-
-def _dotted(version: Version) -> str:
-    return ".".join(map(str, version))
+    device = Library(_header_version(header), header)
+    problem = version_problem(library, device)
+    if problem:
+        return Finding("NVSHMEM", False, f"{spoken}: {problem}", hint)
+    return Finding("NVSHMEM", True, f"{text}, device headers {device}")
 
 
 def _package_folders() -> list[Path]:
@@ -192,6 +175,8 @@ def _device_header() -> Path | None:
     return _first(folders, "non_abi/nvshmem_version.h")
 
 
-def _header_version(header: Path) -> Version:
-    parts = ("MAJOR", "MINOR", "PATCH")
-    return tuple(_define(header, f"NVSHMEM_VENDOR_{part}_VERSION") for part in parts)
+def _header_version(header: Path) -> tuple[int, int, int]:
+    major, minor, patch = (
+        _define(header, f"NVSHMEM_VENDOR_{part}_VERSION") for part in ("MAJOR", "MINOR", "PATCH")
+    )
+    return major, minor, patch

@@ -151,6 +151,11 @@ class Launcher:
         grid = max(1, min(-(-vectors // variant.threads), 16 * self._num_sms))
         self._run(variant, grid, _args("COMBINE", values), stream)
 
+    def delay(self, stream: Any, seconds: float) -> None:
+        """Hold `stream` for a while."""
+        args = params.pack(params.DELAY, nanoseconds=round(seconds * 1e9))
+        self._run(variants.delay(self._cc), 1, args, stream)
+
     def _run(self, variant: jit.KernelVariant, grid: int, args: np.ndarray, stream: Any) -> None:
         kernel = jit.load(variant)
         with stream:

@@ -153,6 +153,8 @@ COMBINE = struct(
     ]
 )
 
+DELAY = struct([("nanoseconds", _I64)])
+
 STRUCTS: dict[str, np.dtype] = {
     "ProducerParams": PRODUCER,
     "ConsumerParams": CONSUMER,
@@ -161,6 +163,7 @@ STRUCTS: dict[str, np.dtype] = {
     "WaitParams": WAIT,
     "ActivationParams": ACTIVATION,
     "CombineParams": COMBINE,
+    "DelayParams": DELAY,
 }
 
 

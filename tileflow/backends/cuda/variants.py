@@ -27,6 +27,7 @@ __all__ = [
     "combine",
     "consumer",
     "declarations",
+    "delay",
     "dispatch",
     "post_signals",
     "producer",
@@ -179,8 +180,13 @@ def swiglu(cc: str, dtype: str) -> KernelVariant:
     return _small("activation", "swiglu", cc, 256, dtype)
 
 
+def delay(cc: str) -> KernelVariant:
+    """Return the kernel that holds its stream for a while."""
+    return _variant("delay.cu", "delay", cc, 1)
+
+
 def _others(cc: str, dtype: str) -> list[KernelVariant]:
-    small = [consumer(cc), dispatch(cc), post_signals(cc), wait_signals(cc)]
+    small = [consumer(cc), dispatch(cc), post_signals(cc), wait_signals(cc), delay(cc)]
     return [*small, combine(cc, dtype), swiglu(cc, dtype)]
 
 
