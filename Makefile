@@ -21,6 +21,10 @@ ifneq ($(filter-out default file undefined,$(origin PYTHON)),)
 INSTALL += --same-python
 endif
 endif
+# With what is there already: containers, machines without a network.
+ifdef NO_INSTALL
+INSTALL = : not installing,
+endif
 
 # A test run beside cuda12 must not bring the compiler and headers of CUDA 13.
 CUDA12 = $(findstring cuda12,$(EXTRAS))
@@ -39,7 +43,8 @@ KERNELS = $(wildcard cuda_src/*.cu cuda_src/*.cuh)
 
 help: ## list the jobs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1: \2/p' Makefile
-	@echo 'Variables: PYTHON=python3.12  EXTRAS=cuda13|cuda12|mpi  NO_VENV=1  VENV=.venv  RANKS=4  ARGS="..."'
+	@echo 'Variables: PYTHON=python3.12  EXTRAS=cuda13|cuda12|mpi  VENV=.venv  RANKS=4  ARGS="..."'
+	@echo '  NO_VENV=1: use the current interpreter; NO_INSTALL=1: use what is installed'
 
 bench: ## install, then run the benchmark on RANKS ranks (ARGS="--quick", ...)
 	@$(INSTALL) --extras $(EXTRAS),mpi

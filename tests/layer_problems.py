@@ -1,4 +1,4 @@
-"""Random layer problems on a CPU loopback, and the reference's answer to them."""
+"""Random layer problems for any world, and the reference's answer to them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,29 @@ class Problem:
         local = self.shape.experts_per_rank(self.ranks)
         mine = slice(world.rank * local, (world.rank + 1) * local)
         shape = replace(self.shape, **changes) if changes else self.shape
-        return MoELayer(world, shape, self.gate_up[mine], self.down[mine], config=config)
+        weights = place(world, self.gate_up[mine]), place(world, self.down[mine])
+        return MoELayer(world, shape, *weights, config=config)
 
     def arguments(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.x[rank], self.ids[rank], self.shares[rank]
+
+    def placed(self, world: Any) -> tuple[Any, Any, Any]:
+        """Return the rank's arguments where the world's backend wants them."""
+        x, ids, shares = (place(world, array) for array in self.arguments(world.rank))
+        return x, ids, shares
+
+
+def place(world: Any, array: np.ndarray) -> Any:
+    """Return `array` on the world's device."""
+    if world.device == "cpu":
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def to_host(array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def problem(
@@ -82,9 +101,18 @@ def problem(
     )
 
 
-def run_ranks(ranks: int, main: Callable[[Any], Any]) -> list[Any]:
-    """Call `main` on every rank of a CPU loopback; return the results by rank."""
-    with tileflow.init("loopback", ranks=ranks, backend="cpu", timeout_s=20.0) as world:
+def run_ranks(
+    ranks: int,
+    main: Callable[[Any], Any],
+    *,
+    backend: str = "cpu",
+    link: str = "hbm",
+    timeout_s: float = 20.0,
+) -> list[Any]:
+    """Call `main` on every rank of a loopback; return the results by rank."""
+    with tileflow.init(
+        "loopback", ranks=ranks, backend=backend, link=link, timeout_s=timeout_s
+    ) as world:
         return world.run(main)
 
 
@@ -105,7 +133,7 @@ def expected(case: Problem) -> list[reference.Reference]:
 def assert_right(case: Problem, results: Sequence[np.ndarray]) -> None:
     """Every token of every rank is within the tolerance of its dtype."""
     for rank, (y, want) in enumerate(zip(results, expected(case), strict=True)):
-        fits, error = reference.check_tokens(y, want.y, want.row_norms, case.shape.dtype)
+        fits, error = reference.check_tokens(to_host(y), want.y, want.row_norms, case.shape.dtype)
         assert fits, f"rank {rank}: relative error {error}"
 
 

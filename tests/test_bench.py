@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -290,6 +291,21 @@ def test_with_mps_repeats_stay_and_the_sharing_is_said():
     assert shared.most_repeats is None
     assert "no multi-GPU result" in "\n".join(shared.lines())
     assert "mps-control" not in "\n".join(shared.lines())
+
+
+def test_ranks_with_unlike_places_agree_on_one_and_so_on_the_repeats():
+    class FakeWorld:
+        name, device, link, size = "loopback", "cpu", None, 2
+
+        def device_ranks(self) -> tuple[int, ...]:
+            return (0,)
+
+        def allgather(self, payload: bytes) -> list[bytes]:
+            return [pickle.dumps(gpu_place(sharing=1, mps=True)), pickle.dumps(gpu_place())]
+
+    agreed = place.Place.of(FakeWorld(), "asked for")
+    assert agreed == gpu_place()
+    assert agreed.most_repeats == 3
 
 
 def test_a_gpu_per_rank_needs_no_warning():

@@ -210,3 +210,21 @@ def test_under_mpirun_one_rank_prints_and_all_check(tmp_path):
     assert "\x1b" not in done.stdout  # a launcher's pseudo-terminal gets plain text
     assert [row["world"] for row in json_rows(path)] == ["mpi_shm", "mpi_shm"]
     assert run_module(*QUICK, "--only", "nothing", launcher=launcher).returncode == 2
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_a_gpu_passes_beside_a_dense_product(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--backend", "cuda", "--quick", "--repeats", "2", "--json", str(path)]
+    assert runner.main(arguments) == runner.PASSED
+    for row in json_rows(path):
+        assert row["check"] == "pass" and row["link"] == "hbm"
+        assert row["consumer_sms"] > 0
+        assert row["suite"] == "layer" or row["tflops_cublas_dense"] > 0
+
+
+@pytest.mark.gpu
+def test_a_timeline_of_the_gpu_is_refused_for_now(tmp_path, capsys):
+    arguments = ["--backend", "cuda", "--quick", "--trace", str(tmp_path / "trace.json")]
+    assert runner.main(arguments) == runner.USAGE
+    assert "not in this version" in capsys.readouterr().err

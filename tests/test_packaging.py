@@ -256,7 +256,11 @@ def make(*arguments):
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     keep = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    env = {k: v for k, v in keep.items() if k not in ("EXTRAS", "ARGS", "VENV", "NO_VENV")}
+    env = {
+        k: v
+        for k, v in keep.items()
+        if k not in ("EXTRAS", "ARGS", "VENV", "NO_VENV", "NO_INSTALL")
+    }
     return run("make", "--dry-run", *arguments, cwd=ROOT, env=env)
 
 
@@ -279,3 +283,9 @@ def test_no_venv_uses_the_interpreter_that_is_named():
     text = make("test", "EXTRAS=mpi", "NO_VENV=1", f"PYTHON={sys.executable}")
     assert "--no-venv" in text
     assert f"{sys.executable} -m pytest" in text
+
+
+def test_no_install_runs_with_what_is_there():
+    text = make("bench", "EXTRAS=cuda13", "NO_VENV=1", "NO_INSTALL=1")
+    assert "tools/install.py" not in text
+    assert "-m tileflow.bench" in text

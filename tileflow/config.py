@@ -25,7 +25,9 @@ ROW_MULTIPLE = 8  # elements: 16-byte accesses of 2-byte elements
 MAX_TOP_K = 16
 
 
-def _check_int(owner: str, name: str, value: object, low: int, high: int, multiple: int = 1) -> None:
+def _check_int(
+    owner: str, name: str, value: object, low: int, high: int, multiple: int = 1
+) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or not low <= value <= high or value % multiple:  # type: ignore[operator]
         of = f", a multiple of {multiple}" if multiple > 1 else ""

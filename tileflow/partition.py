@@ -29,7 +29,12 @@ def most_consumer_sms(num_sms: int, sharing_ranks: int) -> int:
 
 
 def split(
-    num_sms: int, sharing_ranks: int, asked: int | None, flops: float, remote_bytes: float
+    num_sms: int,
+    sharing_ranks: int,
+    asked: int | None,
+    flops: float,
+    remote_bytes: float,
+    link: str | None = None,
 ) -> Partition:
     """Return the partition of an overlapped forward.
 
@@ -39,6 +44,7 @@ def split(
         asked: ``Config.consumer_sms``; None takes the cost model's choice.
         flops: of the GEMM.
         remote_bytes: that leave this rank.
+        link: ``World.link``.
 
     Raises:
         ConfigError: `asked` cannot be resident beside a producer.
@@ -49,5 +55,6 @@ def split(
     if asked is not None and asked > most:
         allowed = f"at most {most}: {num_sms} SMs, {sharing_ranks} rank(s) on this device"
         raise ConfigError("Config.consumer_sms", asked, allowed)
-    consumer = min(most, consumer_sms(num_sms, flops, remote_bytes)) if asked is None else asked
+    chosen = consumer_sms(num_sms, flops, remote_bytes, link) if asked is None else asked
+    consumer = min(most, chosen)
     return Partition(num_sms - consumer, consumer)

@@ -49,7 +49,9 @@ def compile_all(chosen: list[KernelVariant], jobs: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.compile_all", description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--named", action="store_true", help="only those compiled in CI")
     parser.add_argument("--match", default="", help="only those whose line holds this text")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))

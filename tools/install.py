@@ -112,7 +112,10 @@ def install(python, targets):
     if not sys.stdout.isatty():
         command.append("--quiet")
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
-        raise SetupError(f"pip failed (see above): {' '.join(command)}")
+        raise SetupError(
+            f"pip failed (see above): {' '.join(command)}\n"
+            "To run with what is installed already: make ... NO_INSTALL=1 (and NO_VENV=1)"
+        )
 
 
 def install_in_venv(folder, extras):

@@ -203,8 +203,13 @@ class Backend(ABC):
         """Compile and load everything that a forward of this layer launches."""
 
     @abstractmethod
-    def timed(self, work: Callable[[], None], stream: Any = None) -> float:
-        """Run `work` and return how long the device took, in milliseconds."""
+    def timed(
+        self, work: Callable[[], None], stream: Any = None, lead: Callable[[], None] | None = None
+    ) -> float:
+        """Run `work` and return how long the device took, in milliseconds.
+
+        A GPU runs `lead` just before, so that clocks and caches are those of steady load.
+        """
 
     @abstractmethod
     def failure(self) -> ProtocolTimeout | None:

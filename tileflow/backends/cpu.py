@@ -200,7 +200,9 @@ class CpuBackend(Backend):
     def warmup(self, shape: MoEShape, config: Config) -> None:
         numpy_dtype(shape.dtype)
 
-    def timed(self, work: Callable[[], None], stream: Any = None) -> float:
+    def timed(
+        self, work: Callable[[], None], stream: Any = None, lead: Callable[[], None] | None = None
+    ) -> float:
         started = time.perf_counter()
         work()
         return (time.perf_counter() - started) * 1e3

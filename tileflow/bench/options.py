@@ -16,6 +16,8 @@ SUITES = ("default", "operator", "layer")
 BACKENDS = ("auto", "cpu", "cuda")
 WORLDS = ("auto", "loopback", "mpi_shm", "nvshmem")
 LINKS = ("hbm", "host")
+DESCRIPTION = """Check, then time, the last expert GEMM with the return of its rows (operator cases)
+and whole MoE layers (layer cases). What a flag leaves open takes a default for the device."""
 EPILOG = """exit codes: 0 all checks passed, 1 a check failed, 2 usage or impossible choice, 3 a
 wait timed out. On a CPU the bench shows that everything functions, not how fast it is."""
 
@@ -55,7 +57,7 @@ class Options:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Return the options; prints usage and exits with 2 where they are wrong (argparse)."""
     parser = argparse.ArgumentParser(
-        prog="python -m tileflow.bench", description=__doc__, epilog=EPILOG
+        prog="python -m tileflow.bench", description=DESCRIPTION, epilog=EPILOG
     )
     _add_selection(parser.add_argument_group("what to run"))
     _add_place(parser.add_argument_group("where"))
@@ -83,8 +85,8 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_place(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", choices=BACKENDS, default="auto")
-    group.add_argument("--world", choices=WORLDS, default="auto")
+    group.add_argument("--backend", choices=BACKENDS, default="auto", help="where to compute")
+    group.add_argument("--world", choices=WORLDS, default="auto", help="who the ranks are")
     group.add_argument("--ranks", type=_positive, metavar="W", help="virtual ranks of a loopback")
     group.add_argument(
         "--link", choices=LINKS, default="hbm", help="where a loopback peer's memory lies (GPU)"
@@ -92,26 +94,41 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_sizes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--rows", type=_positive, help="operator: rows received per rank")
-    group.add_argument("--n", type=_positive, help="operator: columns of the result")
-    group.add_argument("--k", type=_positive, help="operator: columns of the input")
-    group.add_argument("--tokens", type=_natural, help="layer: tokens per rank")
-    group.add_argument("--hidden", type=_positive, help="layer: columns of tokens and results")
-    group.add_argument("--ffn", type=_positive, help="layer: columns between the expert GEMMs")
-    group.add_argument("--top-k", type=_positive, help="layer: experts per token")
-    group.add_argument("--experts-per-rank", type=_positive, metavar="E")
-    group.add_argument("--routing", choices=ROUTINGS, help="router mode (default: balanced)")
-    group.add_argument("--dtype", choices=DTYPES, default="float16")
+    group.add_argument(
+        "--rows", type=_positive, metavar="R", help="operator: rows received per rank"
+    )
+    group.add_argument("--n", type=_positive, metavar="N", help="operator: columns of the result")
+    group.add_argument("--k", type=_positive, metavar="K", help="operator: columns of the input")
+    group.add_argument("--tokens", type=_natural, metavar="T", help="layer: tokens per rank")
+    group.add_argument(
+        "--hidden", type=_positive, metavar="H", help="layer: columns of tokens and results"
+    )
+    group.add_argument(
+        "--ffn", type=_positive, metavar="F", help="layer: columns between the expert GEMMs"
+    )
+    group.add_argument("--top-k", type=_positive, metavar="K", help="layer: experts per token")
+    group.add_argument("--experts-per-rank", type=_positive, metavar="E", help="of all cases")
+    group.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        metavar="MODE",
+        help=f"{', '.join(ROUTINGS)} (default: balanced)",
+    )
+    group.add_argument("--dtype", choices=DTYPES, default="float16", help="of rows and weights")
 
 
 def _add_tuning(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--layout", choices=LAYOUTS, help="default: a case per layout")
-    group.add_argument("--put-path", choices=PUT_PATHS, default="auto")
-    group.add_argument("--tile-m", type=_positive, help="rows of a GEMM tile")
-    group.add_argument("--consumer-sms", type=_positive, help="SMs of the consumer (GPU)")
-    group.add_argument("--mgb", type=_positive, help="most bands of one segment")
-    group.add_argument("--repeats", type=_positive, help="samples per time")
-    group.add_argument("--seed", type=_natural, default=0, help="of routing and data")
+    group.add_argument(
+        "--put-path", choices=PUT_PATHS, default="auto", help="who moves remote rows"
+    )
+    group.add_argument("--tile-m", type=_positive, metavar="M", help="rows of a GEMM tile")
+    group.add_argument(
+        "--consumer-sms", type=_positive, metavar="S", help="SMs of the consumer (GPU)"
+    )
+    group.add_argument("--mgb", type=_positive, metavar="B", help="most bands of one segment")
+    group.add_argument("--repeats", type=_positive, metavar="N", help="samples per time")
+    group.add_argument("--seed", type=_natural, metavar="S", default=0, help="of routing and data")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,13 @@ class Place:
 
     Attributes:
         backend: ``"cpu"`` or ``"cuda"``.
-        device: name of the CPU or GPU.
+        device: name of rank 0's CPU or GPU.
         world: registry name.
         link: where a peer's memory lies, None where that is no choice.
         ranks: number of ranks.
-        sharing: ranks on this rank's device.
+        sharing: most ranks on one device.
         reason: why this world.
-        mps: whether the environment names an MPS pipe.
+        mps: whether every rank's environment names an MPS pipe.
     """
 
     backend: str
@@ -49,8 +50,8 @@ class Place:
 
     @classmethod
     def of(cls, world: World, reason: str) -> Place:
-        """Describe the place of an open world, chosen for `reason`."""
-        return cls(
+        """Describe an open world, chosen for `reason`; equal on all ranks (collective)."""
+        own = cls(
             backend=world.device,
             device=_device_name(world.device),
             world=world.name,
@@ -60,6 +61,9 @@ class Place:
             reason=reason,
             mps=Environment.read().mps_pipe is not None,
         )
+        places = [pickle.loads(answer) for answer in world.allgather(pickle.dumps(own))]
+        sharing = max(place.sharing for place in places)
+        return replace(places[0], sharing=sharing, mps=all(place.mps for place in places))
 
     @property
     def most_repeats(self) -> int | None:

@@ -34,7 +34,6 @@ __all__ = ["CudaBackend"]
 ENQUEUE_S = 1.5e-3  # longer than any stage takes to enqueue
 
 
-
 class CudaBackend(Backend):
     """Stages on one GPU.
 
@@ -231,7 +230,8 @@ class CudaBackend(Backend):
         flops = 2.0 * plan.computed_rows * plan.config.num_cols * shape.ffn
         remote = 2.0 * plan.remote_rows * plan.config.num_cols
         asked = forward.config.consumer_sms
-        return split(self.num_sms, self._sharing_ranks(), asked, flops, remote)
+        link = self.world.link
+        return split(self.num_sms, self._sharing_ranks(), asked, flops, remote, link)
 
     def _produce(self, forward: Forward, sms: int) -> None:
         if not forward.plan.num_bands:
@@ -263,7 +263,10 @@ class CudaBackend(Backend):
         self._launch.consumer(
             stream,
             sms=sms,
-            mean_segment_bytes=2 * plan.config.num_cols * plan.remote_rows // max(1, plan.num_segments),
+            mean_segment_bytes=2
+            * plan.config.num_cols
+            * plan.remote_rows
+            // max(1, plan.num_segments),
             **self._site(forward),
             segments=tables["segments"],
             bands=tables["bands"],
@@ -403,16 +406,24 @@ class CudaBackend(Backend):
     def warmup(self, shape: MoEShape, config: Config) -> None:
         self._launch.load_all(shape.dtype, config)
 
-    def timed(self, work: Callable[[], None], stream: Any = None) -> float:
+    def timed(
+        self, work: Callable[[], None], stream: Any = None, lead: Callable[[], None] | None = None
+    ) -> float:
         stream = stream or cupy.cuda.get_current_stream()
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        # The device idles until everything is enqueued, so host time is not part of the answer.
-        self._launch.delay(stream, ENQUEUE_S)
+        # The device waits until everything is enqueued, so host time is not part of the answer.
+        self.hold(stream, ENQUEUE_S)
+        if lead is not None:
+            lead()
         start.record(stream)
         work()
         end.record(stream)
         end.synchronize()
         return float(cupy.cuda.get_elapsed_time(start, end))
+
+    def hold(self, stream: Any, seconds: float) -> None:
+        """Keep `stream` busy for a while (tests and measurements)."""
+        self._launch.delay(stream, seconds)
 
     def failure(self) -> ProtocolTimeout | None:
         return timeout_from_record(self._record)
