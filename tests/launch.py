@@ -44,9 +44,7 @@ def run_program(
     )
 
 
-def run_command(
-    command: list[str], *, limit_s: float = LIMIT_S, **variables: str
-) -> Finished:
+def run_command(command: list[str], *, limit_s: float = LIMIT_S, **variables: str) -> Finished:
     """Run a command with the MPI environment and the repository on Python's path."""
     folders = [str(PROGRAMS.parents[1]), str(PROGRAMS.parent)]
     environment = {**os.environ, **mpi_environment(), **variables}

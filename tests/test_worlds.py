@@ -79,9 +79,7 @@ def test_with_a_gpu_auto_uses_it(a_gpu):
         ({"ranks": 3}, LAUNCHED, ConfigError, "None or 4"),
     ],
 )
-def test_an_impossible_choice_is_refused_with_the_reason(
-    no_gpu, options, environment, error, text
-):
+def test_an_impossible_choice_is_refused_with_the_reason(no_gpu, options, environment, error, text):
     with pytest.raises(error, match=text):
         choose_world(environment=environment, **options)
 
@@ -262,7 +260,9 @@ def test_closing_twice_is_allowed_and_using_a_closed_world_is_not():
         world.handles[0].reset()
 
 
-@pytest.mark.parametrize("epochs", [(5, 6, 6), (EPOCH_MASK, 0, EPOCH_MASK), (1 << 63, 2**63 - 1, 1)])
+@pytest.mark.parametrize(
+    "epochs", [(5, 6, 6), (EPOCH_MASK, 0, EPOCH_MASK), (1 << 63, 2**63 - 1, 1)]
+)
 def test_reset_takes_the_latest_epoch_of_all_ranks_also_where_it_wraps(epochs):
     def main(w):
         w.epoch = epochs[w.rank]
