@@ -3,15 +3,20 @@
 // fp32, in the order of k, one fused multiply-add each, rounded to the element type once: the same
 // bits whatever the grid. A masked slot is skipped, not multiplied by zero: its row is not there.
 #include "dtype.cuh"
-#include "sync.cuh"
+#include "wait_site.cuh"
 
 struct CombineParams {
+  unsigned long long* abort;  // the first six fields are the WaitSite
+  tileflow::ErrorRecord* record;
+  unsigned long long* const* peer_signals;  // [ranks]
+  long long timeout_ns;
+  int rank;
+  int ranks;
   const tileflow::Element* returned_remote;  // [sent_rows, n], rows that peers stored
   const tileflow::Element* returned_local;   // [sent_rows, n], rows that the own GEMM stored
   const int* send_row;                       // [tokens, top_k], -1: masked
   const float* weights;                      // [tokens, top_k]
   tileflow::Element* y;                      // [tokens, n]
-  const unsigned long long* abort;           // own abort word
   long long n;                               // multiple of 8
   int tokens;
   int top_k;        // at most 32
@@ -77,11 +82,11 @@ __device__ inline void add_batch(Sums& sums, const Element* row, float weight, u
 
 }  // namespace
 
-// A warp takes 32 vectors of one token, lane k looks slot k up. Nothing is written once the world
-// is broken: rows may be missing then, and the caller's `y` stays as it was.
+// A warp takes 32 vectors of one token, lane k looks slot k up. Once the world is broken rows may be
+// missing: nothing more is written, and the record says why `y` is not whole.
 extern "C" __global__ void __launch_bounds__(kThreads)
     combine(const __grid_constant__ CombineParams p) {
-  if (__any_sync(kAllLanes, ld_relaxed_sys(p.abort) != 0)) return;
+  if (__any_sync(kAllLanes, is_aborted(site_of(p)))) return;
   constexpr int kWarps = kThreads / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int n = static_cast<int>(p.n);

@@ -66,18 +66,20 @@ __device__ inline void abort_everywhere(const WaitSite& site) {
   }
 }
 
+// Tells whether another rank has failed; if so, the record names it.
+__device__ inline bool is_aborted(const WaitSite& site, long long elapsed_ns = 0) {
+  const auto word = static_cast<long long>(ld_relaxed_sys(site.abort));
+  if (word == 0) return false;
+  report(site, {0, kWaitAborted, site.rank, word - 1, -1, 0, word, elapsed_ns});
+  return true;
+}
+
 // Tells whether a wait must end, and reports why.
 template <typename Wait, typename Word>
 __device__ inline bool must_end(const WaitSite& site, const Wait& wait, Word seen,
                                 unsigned long long start_ns) {
   const auto elapsed = static_cast<long long>(globaltimer_ns() - start_ns);
-  const unsigned long long abort = ld_relaxed_sys(site.abort);
-  if (abort != 0) {
-    const auto failed = static_cast<long long>(abort) - 1;
-    report(site,
-           {0, kWaitAborted, site.rank, failed, -1, 0, static_cast<long long>(abort), elapsed});
-    return true;
-  }
+  if (is_aborted(site, elapsed)) return true;
   if (elapsed <= site.timeout_ns) return false;
   report(site, {0, wait.kind(), site.rank, wait.peer(), wait.index(), wait.expected(),
                 static_cast<long long>(seen), elapsed});

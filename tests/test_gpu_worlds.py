@@ -92,7 +92,7 @@ def test_the_consumer_may_start_before_or_after_the_producer(consumer_first):
 
 
 def test_one_rank_that_is_50_ms_late_in_every_stage_of_50_forwards_mixes_nothing_up():
-    cases = [problem(tokens=40, seed=seed) for seed in range(2)]
+    cases = [problem(ranks=2, tokens=40, seed=seed) for seed in range(2)]
     for case in cases:
         case.gate_up, case.down = cases[0].gate_up, cases[0].down
 
@@ -110,7 +110,7 @@ def test_one_rank_that_is_50_ms_late_in_every_stage_of_50_forwards_mixes_nothing
 def test_another_busy_stream_does_not_hold_a_forward_up():
     import cupy
 
-    case = problem(tokens=200)
+    case = problem(ranks=2, tokens=200)
 
     def main(world: Any) -> None:
         layer = case.layer(world)
@@ -127,7 +127,7 @@ def test_another_busy_stream_does_not_hold_a_forward_up():
 
 
 def test_a_consumer_that_leaves_the_producer_no_sm_is_refused_on_all_ranks():
-    case = problem(tokens=8)
+    case = problem(ranks=3, tokens=8)
 
     def main(world: Any) -> int:
         case.layer(world)
@@ -141,7 +141,7 @@ def test_a_consumer_that_leaves_the_producer_no_sm_is_refused_on_all_ranks():
 
 
 def test_overlap_is_refused_where_launches_block(monkeypatch):
-    case = problem(tokens=8)
+    case = problem(ranks=2, tokens=8)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
 
     def main(world: Any) -> None:

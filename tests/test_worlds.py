@@ -172,7 +172,7 @@ def test_the_error_of_the_rank_that_failed_is_raised_and_the_others_end_at_once(
         assert set(echoes) == {0, 2} and "rank 1 has left" in echoes[0]
         assert threading.active_count() == before
         assert all(handle.broken for handle in world.handles)
-        with pytest.raises(WorldBroken, match="ZeroDivisionError|on rank 1"):
+        with pytest.raises(WorldBroken, match="on rank 1"):
             world.run(lambda w: w.require_usable())
         world.reset()
         assert world.run(lambda w: w.allgather(b"%d" % w.rank))[0] == [b"0", b"1", b"2"]

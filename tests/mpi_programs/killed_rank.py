@@ -15,7 +15,7 @@ from layer_problems import problem
 import tileflow
 from tileflow import ProtocolTimeout, RankLost, WorldBroken
 
-LIMIT_S = 2.0
+LIMIT_S, SLACK_S = 2.0, 3.0
 VICTIM = 1
 
 
@@ -31,7 +31,7 @@ def survive(world, layer, given, then: str) -> None:
     except ProtocolTimeout as error:
         assert error.what == "aborted" or error.peer == VICTIM, error
         found = f"{error.what} of rank {error.peer}"
-    assert time.monotonic() - started < LIMIT_S + 2, "the forward took too long to fail"
+    assert time.monotonic() - started < LIMIT_S + SLACK_S, "the forward took too long to fail"
     try:
         layer(*given.arguments(world.rank))
         raise AssertionError("a broken world ran a forward")
@@ -45,7 +45,7 @@ def survive(world, layer, given, then: str) -> None:
             assert error.ranks == (VICTIM,), error
     started = time.monotonic()
     world.close()
-    assert time.monotonic() - started < LIMIT_S + 2, "close() took too long"
+    assert time.monotonic() - started < LIMIT_S + SLACK_S, "close() took too long"
     print(f"survivor {world.rank}: {found}", flush=True)
 
 

@@ -76,6 +76,6 @@ def _bfloat16(capsule: Any) -> np.ndarray | None:
         "typestr": "<u2",
         "shape": tuple(seen.shape[i] for i in range(seen.ndim)),
         "strides": None if strides is None else tuple(strides),
-        "data": ((seen.data or 0) + seen.byte_offset, False),
+        "data": ((seen.data or 0) + seen.byte_offset, True),  # such a capsule may forbid writing
     }
     return np.asarray(_Holder(capsule, interface)).view(numpy_dtype("bfloat16"))

@@ -206,9 +206,11 @@ class World(ABC):
 
     def _collective_failed(self, error: ProtocolTimeout) -> ProtocolTimeout:
         """Break the world, end the peers' waits for this rank, and return the error to raise."""
-        self.mark_broken(error)
         if self.backend is not None:
+            if error.what == "aborted":  # a rank that went on may itself have been aborted
+                error = self.backend.failure() or error
             self.backend.abort()
+        self.mark_broken(error)
         return error
 
     def require_usable(self) -> None:

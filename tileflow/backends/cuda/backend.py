@@ -19,11 +19,17 @@ import cupy
 import numpy as np
 
 from ...buffers import Workspace, view
-from ...config import Config, Environment, MoEShape
+from ...config import ITEMSIZE, Config, Environment, MoEShape
 from ...errors import ConfigError, InputError, ProtocolTimeout
 from ...partition import split
-from ...protocol import ABORT_WORD, ERROR_RECORD, ControlLayout, SignalLayout, WaitKind
-from ...protocol import timeout_from_record
+from ...protocol import (
+    ABORT_WORD,
+    ERROR_RECORD,
+    ControlLayout,
+    SignalLayout,
+    WaitKind,
+    timeout_from_record,
+)
 from ..base import Backend, ExpertWeights, Forward
 from .launcher import Launcher
 from .peers import PeerTables
@@ -145,7 +151,7 @@ class CudaBackend(Backend):
                 send_row=forward.state["tables"]["send_row"],
                 dispatch_delta=forward.state["tables"]["dispatch_delta"],
                 peer_recv=self._peers.recv,
-                row_bytes=2 * forward.shape.hidden,
+                row_bytes=ITEMSIZE * forward.shape.hidden,
                 tokens=tokens,
                 top_k=forward.shape.top_k,
                 experts_local=forward.plan.config.experts_per_rank,
@@ -260,13 +266,11 @@ class CudaBackend(Backend):
             return
         plan, tables, signals = forward.plan, forward.state["tables"], self._signal_layout(forward)
         control, layout = self._control(forward), self._control_layout(forward)
+        row_bytes = ITEMSIZE * plan.config.num_cols
         self._launch.consumer(
             stream,
             sms=sms,
-            mean_segment_bytes=2
-            * plan.config.num_cols
-            * plan.remote_rows
-            // max(1, plan.num_segments),
+            mean_segment_bytes=row_bytes * plan.remote_rows // max(1, plan.num_segments),
             **self._site(forward),
             segments=tables["segments"],
             bands=tables["bands"],
@@ -277,7 +281,7 @@ class CudaBackend(Backend):
             staging=self.workspace.local["staging"].data.ptr,
             peer_returned=self._peers.returned[forward.slot],
             owner_segments=tables["owner_segments"],
-            row_bytes=2 * plan.config.num_cols,
+            row_bytes=row_bytes,
             post_epoch=_posted(forward.epoch, forward.faults.mute_done),
             num_segments=plan.num_segments,
             done_word=signals.done + self.world.rank,
@@ -303,7 +307,7 @@ class CudaBackend(Backend):
             send_row=forward.state["tables"]["send_row"],
             weights=forward.topk_weights.data.ptr,
             y=forward.out.data.ptr,
-            abort=self._abort,
+            **self._site(forward),
             n=forward.plan.config.num_cols,
             tokens=tokens,
             top_k=forward.shape.top_k,
@@ -433,14 +437,24 @@ class CudaBackend(Backend):
 
     def drain(self) -> None:
         cupy.cuda.runtime.deviceSynchronize()
+        self._note_abort()
+
+    def _note_abort(self) -> None:
+        """Put another rank's failure on record where no wait of this rank has met it."""
+        if self.workspace.signals is None or self._record["state"][0]:
+            return
+        word = int(self.workspace.signals.local[: 8 * (ABORT_WORD + 1)].view(np.uint64)[ABORT_WORD])
+        if word:
+            rank = self.world.rank
+            self._record[0] = (2, WaitKind.ABORTED, rank, word - 1, -1, 0, word, 0)
 
     def reset_words(self, epoch: int) -> None:
         if self.workspace.signals is not None:
             words = self.workspace.signals.local.view(cupy.uint64)
             words[:] = cupy.uint64(epoch)
             words[ABORT_WORD] = 0
+        cupy.cuda.runtime.deviceSynchronize()
         self._record[:] = 0
-        self.drain()
 
 
 def _posted(epoch: int, muted: bool) -> int:

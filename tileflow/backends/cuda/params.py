@@ -139,12 +139,12 @@ ACTIVATION = struct(
 
 COMBINE = struct(
     [
+        *WAIT_SITE,
         ("returned_remote", _POINTER),  # rows that peers stored   [sent_rows, row_bytes]
         ("returned_local", _POINTER),  # rows that the own GEMM stored, same row numbers
         ("send_row", _POINTER),  # int32              [tokens, top_k], -1: masked
         ("weights", _POINTER),  # float32             [tokens, top_k]
         ("y", _POINTER),  # [tokens, n]
-        ("abort", _POINTER),  # uint64, own abort word: nothing is written once it is set
         ("n", _I64),
         ("tokens", _I32),
         ("top_k", _I32),
