@@ -132,9 +132,7 @@ __device__ inline void schedule_tiles(const ProducerParams& p, SharedStorage& s)
 __device__ inline void load_tiles(const ProducerParams& p, SharedStorage& s) {
   const auto* map_a = reinterpret_cast<const TmaDescriptor*>(&p.map_a);
   const auto* map_b = reinterpret_cast<const TmaDescriptor*>(&p.map_b);
-  const auto keep = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-  // Weights stream through L2: those of one column are used by a group at once, then not for long.
-  const auto stream = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_FIRST);
+  const auto hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
   // A's rows may have been stored by peers with ordinary stores before this kernel began.
   fence_proxy_async_global();
   const int claim_at = p.k / 2 / kTileK * kTileK;
@@ -147,8 +145,8 @@ __device__ inline void load_tiles(const ProducerParams& p, SharedStorage& s) {
       Mbarrier& full = s.stage_full[stage.index];
       full.arrive_expecting(kStageBytes);
       auto* barrier = reinterpret_cast<uint64_t*>(&full);
-      SM90_TMA_LOAD_2D::copy(map_a, barrier, keep, s.a[stage.index], k, tile.row);
-      SM90_TMA_LOAD_2D::copy(map_b, barrier, stream, s.b[stage.index], k, b_row);
+      SM90_TMA_LOAD_2D::copy(map_a, barrier, hint, s.a[stage.index], k, tile.row);
+      SM90_TMA_LOAD_2D::copy(map_b, barrier, hint, s.b[stage.index], k, b_row);
       if (k == claim_at) s.may_claim.arrive();
       stage.advance();
     }

@@ -1,4 +1,4 @@
-"""Launches: which variant, which grid, which parameters. Nothing here knows what a forward is for."""
+"""Launches: which variant, which grid, which parameters; not what a forward is for."""
 
 from __future__ import annotations
 
