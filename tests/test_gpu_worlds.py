@@ -81,7 +81,7 @@ def test_the_consumer_may_start_before_or_after_the_producer(consumer_first):
                 backend.hold(arguments[0].stream, 5e-3)
             produce(*arguments)
             if not consumer_first:
-                backend.hold(backend._consumer_stream, 5e-3)
+                backend.hold(backend.put["sm"].stream, 5e-3)
 
         backend._produce = late
         for _ in range(5):

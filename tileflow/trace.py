@@ -1,7 +1,7 @@
 """Timelines: spans with a rank and a lane, saved as Chrome/Perfetto JSON.
 
-Open a file in https://ui.perfetto.dev or chrome://tracing, or draw it with
-``tools/plot_timeline.py``. Ranks are processes, lanes (``"producer"``, ``"consumer"``, ...) threads.
+Open a file in https://ui.perfetto.dev or draw it with ``tools/plot_timeline.py``. Ranks are
+processes, lanes (``"producer"``, ``"consumer"``, ...) threads.
 """
 
 from __future__ import annotations

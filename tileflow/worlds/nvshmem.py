@@ -9,6 +9,7 @@ kernel of ours runs; every array is released before the library is finalised.
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,7 @@ class _HeapBuffer(SymmetricBuffer):
 def _library_problem() -> TileflowError | None:
     """Return why NVSHMEM cannot start here, or None."""
     try:
-        import nvshmem.core
+        importlib.import_module("nvshmem.core")
     except Exception as error:  # ImportError, or a library that cannot be loaded
         hint = "pip install 'tileflow[cuda13]'"
         return WorldError(f"nvshmem4py cannot be used ({error}); {hint}")

@@ -1,12 +1,7 @@
 """The stages of one forward as kernel launches on one rank's GPU.
 
-Order on the device, the reason why nothing here can hang:
-
-* the producer is enqueued on the caller's stream before the consumer, and waits for nobody;
-* the consumer's stream waits for an event recorded just before the producer, so it holds no SM
-  through earlier stages, and spins only for its own rank's producer;
-* peers are waited for by one warp, enqueued behind the own producer;
-* the caller's stream joins the consumer's before the stage ends.
+Nothing here can hang: the producer waits for nobody, the consumer only for its own rank's producer
+(enqueued before it), and peers are waited for by one warp behind the own producer.
 """
 
 from __future__ import annotations
@@ -20,20 +15,15 @@ import numpy as np
 
 from ...buffers import Workspace, view
 from ...config import ITEMSIZE, Config, Environment, MoEShape
-from ...errors import ConfigError, InputError, ProtocolTimeout
-from ...partition import split
-from ...protocol import (
-    ABORT_WORD,
-    ERROR_RECORD,
-    ControlLayout,
-    SignalLayout,
-    WaitKind,
-    timeout_from_record,
-)
+from ...errors import ConfigError, ProtocolTimeout
+from ...partition import Partition, split
+from ...protocol import WaitKind
 from ..base import Backend, ExpertWeights, Forward
+from .arrays import as_device_array, numpy_dtype
 from .launcher import Launcher
-from .peers import PeerTables
+from .put import DEFAULT, PUT_PATHS
 from .tables import TableUploader
+from .words import Words, control_layout, posted_epoch, signal_layout
 
 __all__ = ["CudaBackend"]
 
@@ -45,26 +35,19 @@ class CudaBackend(Backend):
 
     Attributes:
         num_sms: SMs that this rank sees (fewer than the GPU has under an MPS share).
+        put: put path name -> the object that runs it.
     """
 
     name = "cuda"
 
     def __init__(self, world: Any):
         super().__init__(world)
-        self.num_sms = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-        self._consumer_stream = cupy.cuda.Stream(non_blocking=True)
-        self._before_producer = cupy.cuda.Event(disable_timing=True)
-        self._consumer_done = cupy.cuda.Event(disable_timing=True)
+        device = cupy.cuda.Device()
+        self.num_sms = int(device.attributes["MultiProcessorCount"])
+        self.put = {name: path() for name, path in PUT_PATHS.items()}
+        self._words = Words(self.workspace, world)
         self._tables = TableUploader()
-        self._peers = PeerTables(self.workspace, world)
-        self._record = self._pinned_record()
-        self._launch = Launcher(cupy.cuda.Device().compute_capability, self.num_sms)
-
-    def _pinned_record(self) -> np.ndarray:
-        memory = cupy.cuda.alloc_pinned_memory(ERROR_RECORD.itemsize)
-        record = np.frombuffer(memory, ERROR_RECORD, count=1)
-        record[:] = 0
-        return record
+        self._launch = Launcher(device.compute_capability, self.num_sms)
 
     # -- arrays ----------------------------------------------------------------------------------
 
@@ -72,23 +55,7 @@ class CudaBackend(Backend):
         return Workspace(self.world, lambda nbytes: cupy.zeros(nbytes, cupy.uint8))
 
     def asarray(self, name: str, array: Any) -> Any:
-        if isinstance(array, cupy.ndarray):
-            return self._on_this_device(name, array)
-        try:
-            if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
-                return self._on_this_device(name, cupy.from_dlpack(array))
-            if hasattr(array, "__cuda_array_interface__"):
-                return self._on_this_device(name, cupy.asarray(array))
-        except (BufferError, TypeError, ValueError, RuntimeError) as error:
-            raise InputError(name, type(array).__name__, f"a GPU array ({error})") from error
-        allowed = "a GPU array: CuPy, DLPack or __cuda_array_interface__"
-        raise InputError(name, type(array).__name__, allowed)
-
-    def _on_this_device(self, name: str, array: Any) -> Any:
-        here = cupy.cuda.Device().id
-        if array.device.id != here:
-            raise InputError(f"{name}.device", array.device.id, f"device {here} of this rank")
-        return array
+        return as_device_array(name, array)
 
     def dtype_name(self, array: Any) -> str:
         return str(array.dtype)
@@ -97,7 +64,7 @@ class CudaBackend(Backend):
         return cupy.asnumpy(array)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return cupy.empty(shape, _numpy_dtype(dtype))
+        return cupy.empty(shape, numpy_dtype(dtype))
 
     def load_weights(self, shape: MoEShape, gate_up: Any, down: Any) -> ExpertWeights:
         return ExpertWeights(gate_up, down)
@@ -119,7 +86,7 @@ class CudaBackend(Backend):
         return self._launch.arrivals_per_tile(shape.dtype, config)
 
     def put_path(self, config: Config) -> str:
-        return "sm" if config.put_path == "auto" else config.put_path
+        return DEFAULT if config.put_path == "auto" else config.put_path
 
     def check_config(self, config: Config) -> None:
         self._launch.check(config)
@@ -132,72 +99,83 @@ class CudaBackend(Backend):
                 "producer has ended",
             )
 
+    def partition(self, forward: Forward) -> Partition:
+        """Return the SM partition of an overlapped forward."""
+        plan = forward.plan
+        flops = 2.0 * plan.computed_rows * plan.config.num_cols * forward.shape.ffn
+        remote = float(ITEMSIZE) * plan.remote_rows * plan.config.num_cols
+        sharing, link = self._sharing_ranks(), self.world.link
+        return split(self.num_sms, sharing, forward.config.consumer_sms, flops, remote, link)
+
     def _sharing_ranks(self) -> int:
         # The virtual ranks of a loopback take turns: one at a time has kernels resident.
         return 1 if self.world.name == "loopback" else len(self.world.device_ranks())
 
-    # -- stages ----------------------------------------------------------------------------------
+    # -- dispatch --------------------------------------------------------------------------------
 
     def dispatch(self, forward: Forward) -> None:
         self._upload(forward)
-        tokens, signals = forward.x.shape[0], self._signal_layout(forward)
-        if tokens:
-            ids = forward.topk_ids.astype(np.int32, copy=False)
-            forward.state["ids"] = ids  # alive until the kernel has read it
-            self._launch.dispatch(
-                forward.stream,
-                x=forward.x.data.ptr,
-                topk_ids=ids.data.ptr,
-                send_row=forward.state["tables"]["send_row"],
-                dispatch_delta=forward.state["tables"]["dispatch_delta"],
-                peer_recv=self._peers.recv,
-                row_bytes=ITEMSIZE * forward.shape.hidden,
-                tokens=tokens,
-                top_k=forward.shape.top_k,
-                experts_local=forward.plan.config.experts_per_rank,
-            )
+        if forward.x.shape[0]:
+            self._dispatch_rows(forward)
         if self.world.size > 1:
-            muted = forward.faults.mute_dispatch
             self._launch.post_signals(
                 forward.stream,
-                peer_signals=self._peers.signals,
-                abort=self._abort,
-                post_epoch=_posted(forward.epoch, muted),
-                word=signals.dispatched + self.world.rank,
+                peer_signals=self._words.peers.signals,
+                abort=self._words.abort,
+                post_epoch=posted_epoch(forward.epoch, forward.faults.mute_dispatch),
+                word=signal_layout(forward).dispatched + self.world.rank,
                 rank=self.world.rank,
                 ranks=self.world.size,
             )
 
+    def _dispatch_rows(self, forward: Forward) -> None:
+        ids = forward.topk_ids.astype(np.int32, copy=False)
+        forward.state["ids"] = ids  # alive until the kernel has read it
+        self._launch.dispatch(
+            forward.stream,
+            x=forward.x.data.ptr,
+            topk_ids=ids.data.ptr,
+            send_row=forward.state["tables"]["send_row"],
+            dispatch_delta=forward.state["tables"]["dispatch_delta"],
+            peer_recv=self._words.peers.recv,
+            row_bytes=ITEMSIZE * forward.shape.hidden,
+            tokens=forward.x.shape[0],
+            top_k=forward.shape.top_k,
+            experts_local=forward.plan.config.experts_per_rank,
+        )
+
     def wait_dispatch(self, forward: Forward) -> None:
-        word = self._signal_layout(forward).dispatched
-        self._wait(forward, WaitKind.DISPATCH, word, expected_rows=0)
+        self._wait(forward, WaitKind.DISPATCH, signal_layout(forward).dispatched, expected_rows=0)
+
+    # -- expert GEMMs ----------------------------------------------------------------------------
 
     def gemm1(self, forward: Forward) -> None:
         shape, plan = forward.shape, forward.plan
         if not plan.num_bands:
             return
-        self._zero_control(forward)
-        rows, local = plan.config.max_layout_rows, self.workspace.local
+        self._words.zero_control(forward)
+        rows, gate_up = plan.config.max_layout_rows, self._local("gate_up")
+        assert self.workspace.recv is not None
         self._launch.producer(
             forward,
             sms=self.num_sms,
-            a=self._recv_pointer(),
+            a=self.workspace.recv.local.data.ptr,
             b=forward.weights.gate_up.data.ptr,
-            staging=local["gate_up"].data.ptr,
-            local=local["gate_up"].data.ptr,
+            staging=gate_up,
+            local=gate_up,
             a_rows=rows,
             local_rows=rows,
             n=2 * shape.ffn,
             k=shape.hidden,
-            control=self._control(forward),
+            control=self._words.control,
             flags=False,
             all_to_staging=True,
         )
         self._launch.swiglu(
             forward.stream,
             shape.dtype,
-            gate_up=local["gate_up"].data.ptr,
-            out=local["activated"].data.ptr,
+            gate_up=gate_up,
+            out=self._local("activated"),
             rows=int(plan.recv_rows[self.world.rank]),
             ffn=shape.ffn,
         )
@@ -206,57 +184,34 @@ class CudaBackend(Backend):
         if "tables" not in forward.state:
             self._upload(forward)
         if forward.mode == "send":
-            self._zero_send_counters(forward)
+            self._words.zero_send_counters(forward)
             self._send(forward, self.num_sms, forward.stream)
             return
-        self._zero_control(forward)
-        if forward.mode == "overlap" and self.put_path(forward.config) != "serial":
-            self._overlap(forward)
+        self._words.zero_control(forward)
+        path = self.put.get(self.put_path(forward.config))
+        if forward.mode == "overlap" and path is not None and forward.plan.num_segments:
+            path.overlap(forward, self.partition(forward), self._produce, self._send)
             return
         self._produce(forward, self.num_sms)
         if forward.mode != "gemm":
             self._send(forward, self.num_sms, forward.stream)
 
-    def _overlap(self, forward: Forward) -> None:
-        if not forward.plan.num_segments:
-            self._produce(forward, self.num_sms)
-            self._send(forward, 1, forward.stream)
-            return
-        share = self.partition(forward)
-        self._before_producer.record(forward.stream)
-        self._produce(forward, share.producer)
-        self._consumer_stream.wait_event(self._before_producer)
-        self._send(forward, share.consumer, self._consumer_stream)
-        self._consumer_done.record(self._consumer_stream)
-        forward.stream.wait_event(self._consumer_done)
-
-    def partition(self, forward: Forward) -> Any:
-        """Return the SM partition of an overlapped forward."""
-        plan, shape = forward.plan, forward.shape
-        flops = 2.0 * plan.computed_rows * plan.config.num_cols * shape.ffn
-        remote = 2.0 * plan.remote_rows * plan.config.num_cols
-        asked = forward.config.consumer_sms
-        link = self.world.link
-        return split(self.num_sms, self._sharing_ranks(), asked, flops, remote, link)
-
     def _produce(self, forward: Forward, sms: int) -> None:
         if not forward.plan.num_bands:
             return
-        activated, local = forward.activated, self.workspace.local
-        shape, columns = forward.shape, forward.plan.config.num_cols
-        operator = activated is not None
+        given, config = forward.activated, forward.plan.config
         self._launch.producer(
             forward,
             sms=sms,
-            a=activated.data.ptr if operator else local["activated"].data.ptr,
+            a=self._local("activated") if given is None else given.data.ptr,
             b=forward.weights.down.data.ptr,
-            staging=local["staging"].data.ptr,
-            local=self._returned_pointer(forward),
-            a_rows=activated.shape[0] if operator else forward.plan.config.max_layout_rows,
-            local_rows=shape.max_tokens * shape.top_k,
-            n=columns,
-            k=shape.ffn,
-            control=self._control(forward),
+            staging=self._local("staging"),
+            local=self._returned_address(forward),
+            a_rows=config.max_layout_rows if given is None else given.shape[0],
+            local_rows=forward.shape.max_tokens * forward.shape.top_k,
+            n=config.num_cols,
+            k=forward.shape.ffn,
+            control=self._words.control,
             flags=True,
             all_to_staging=False,
         )
@@ -264,50 +219,54 @@ class CudaBackend(Backend):
     def _send(self, forward: Forward, sms: int, stream: Any) -> None:
         if self.world.size == 1:
             return
-        plan, tables, signals = forward.plan, forward.state["tables"], self._signal_layout(forward)
-        control, layout = self._control(forward), self._control_layout(forward)
+        plan, tables = forward.plan, forward.state["tables"]
+        signals, layout, control = (
+            signal_layout(forward),
+            control_layout(forward),
+            self._words.control,
+        )
         row_bytes = ITEMSIZE * plan.config.num_cols
         self._launch.consumer(
             stream,
             sms=sms,
             mean_segment_bytes=row_bytes * plan.remote_rows // max(1, plan.num_segments),
-            **self._site(forward),
+            **self._words.site(forward),
             segments=tables["segments"],
             bands=tables["bands"],
             band_flags=control + 4 * layout.band_counters,
             ticket=control + 4 * layout.consumer_ticket,
             run_counters=control + 4 * layout.run_counters,
             owner_counters=control + 4 * layout.owner_counters,
-            staging=self.workspace.local["staging"].data.ptr,
-            peer_returned=self._peers.returned[forward.slot],
+            staging=self._local("staging"),
+            peer_returned=self._words.peers.returned[forward.slot],
             owner_segments=tables["owner_segments"],
             row_bytes=row_bytes,
-            post_epoch=_posted(forward.epoch, forward.faults.mute_done),
+            post_epoch=posted_epoch(forward.epoch, forward.faults.mute_done),
             num_segments=plan.num_segments,
             done_word=signals.done + self.world.rank,
             arrived_word=signals.arrived,
         )
 
+    # -- return ----------------------------------------------------------------------------------
+
     def wait_return(self, forward: Forward) -> None:
-        word, expected = self._signal_layout(forward).done, forward.state["tables"]["expected_rows"]
-        self._wait(forward, WaitKind.RETURN, word, expected_rows=expected)
+        expected = forward.state["tables"]["expected_rows"]
+        self._wait(forward, WaitKind.RETURN, signal_layout(forward).done, expected_rows=expected)
 
     def combine(self, forward: Forward) -> None:
         tokens = forward.out.shape[0]
         if not tokens:
             return
         first, last = forward.plan.local_range
-        offset = self.workspace.slot_offset(forward.slot)
-        assert self.workspace.returned is not None
         self._launch.combine(
             forward.stream,
             forward.shape.dtype,
-            returned_remote=self.workspace.returned.landing.data.ptr + offset,
-            returned_local=self.workspace.returned.local.data.ptr + offset,
+            **self._words.site(forward),
+            returned_remote=self._returned_address(forward, landing=True),
+            returned_local=self._returned_address(forward),
             send_row=forward.state["tables"]["send_row"],
             weights=forward.topk_weights.data.ptr,
             y=forward.out.data.ptr,
-            **self._site(forward),
             n=forward.plan.config.num_cols,
             tokens=tokens,
             top_k=forward.shape.top_k,
@@ -316,10 +275,10 @@ class CudaBackend(Backend):
         )
 
     def returned(self, forward: Forward) -> Any:
-        buffer, columns = self.workspace.returned, forward.plan.config.num_cols
+        buffer = self.workspace.returned
         assert buffer is not None
-        size = (forward.plan.sent_rows, columns)
-        offset, dtype = self.workspace.slot_offset(forward.slot), _numpy_dtype(forward.shape.dtype)
+        size = (forward.plan.sent_rows, forward.plan.config.num_cols)
+        offset, dtype = self.workspace.slot_offset(forward.slot), numpy_dtype(forward.shape.dtype)
         rows = view(buffer.landing, size, dtype, offset=offset).copy()
         first, last = forward.plan.local_range
         rows[first:last] = view(buffer.local, size, dtype, offset=offset)[first:last]
@@ -346,64 +305,26 @@ class CudaBackend(Backend):
     def _wait(self, forward: Forward, kind: WaitKind, word: int, *, expected_rows: int) -> None:
         if self.world.size == 1:
             return
-        assert self.workspace.signals is not None
         self._launch.wait_signals(
             forward.stream,
-            **self._site(forward),
-            signals=self.workspace.signals.local.data.ptr,
+            **self._words.site(forward),
+            signals=self._words.signals,
             expected_rows=expected_rows,
             epoch=forward.epoch,
             word=word,
-            arrived_word=self._signal_layout(forward).arrived,
+            arrived_word=signal_layout(forward).arrived,
             experts_local=forward.plan.config.experts_per_rank,
             kind=int(kind),
         )
 
-    def _site(self, forward: Forward) -> dict[str, int]:
-        return {
-            "abort": self._abort,
-            "record": self._record.ctypes.data,
-            "peer_signals": self._peers.signals,
-            "timeout_ns": int(forward.timeout_s * 1e9),
-            "rank": self.world.rank,
-            "ranks": self.world.size,
-        }
+    def _local(self, region: str) -> int:
+        return int(self.workspace.local[region].data.ptr)
 
-    @property
-    def _abort(self) -> int:
-        assert self.workspace.signals is not None
-        return int(self.workspace.signals.local.data.ptr) + 8 * ABORT_WORD
-
-    def _signal_layout(self, forward: Forward) -> SignalLayout:
-        return SignalLayout(self.world.size, forward.shape.num_experts)
-
-    def _control_layout(self, forward: Forward) -> ControlLayout:
-        config = forward.plan.config
-        return ControlLayout(config.ranks, config.experts_per_rank, config.max_bands)
-
-    def _control(self, forward: Forward) -> int:
-        return int(self.workspace.local["control"].data.ptr)
-
-    def _zero_control(self, forward: Forward) -> None:
-        layout = self._control_layout(forward)
-        nbytes = 4 * (layout.band_counters + forward.plan.num_bands)
-        self.workspace.local["control"][:nbytes].data.memset_async(0, nbytes, forward.stream)
-
-    def _zero_send_counters(self, forward: Forward) -> None:
-        """Zero what the consumer counts; the bands stay full from the GEMM before."""
-        layout = self._control_layout(forward)
-        first, last = 4 * layout.consumer_ticket, 4 * layout.band_counters
-        region = self.workspace.local["control"][first:last]
-        region.data.memset_async(0, last - first, forward.stream)
-
-    def _recv_pointer(self) -> int:
-        assert self.workspace.recv is not None
-        return int(self.workspace.recv.local.data.ptr)
-
-    def _returned_pointer(self, forward: Forward) -> int:
-        assert self.workspace.returned is not None
-        offset = self.workspace.slot_offset(forward.slot)
-        return int(self.workspace.returned.local.data.ptr) + offset
+    def _returned_address(self, forward: Forward, *, landing: bool = False) -> int:
+        buffer = self.workspace.returned
+        assert buffer is not None
+        array = buffer.landing if landing else buffer.local
+        return int(array.data.ptr) + self.workspace.slot_offset(forward.slot)
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -430,41 +351,14 @@ class CudaBackend(Backend):
         self._launch.delay(stream, seconds)
 
     def failure(self) -> ProtocolTimeout | None:
-        return timeout_from_record(self._record)
+        return self._words.failure()
 
     def abort(self) -> None:
-        self._peers.set_abort(1 + self.world.rank)
+        self._words.peers.set_abort(1 + self.world.rank)
 
     def drain(self) -> None:
         cupy.cuda.runtime.deviceSynchronize()
-        self._note_abort()
-
-    def _note_abort(self) -> None:
-        """Put another rank's failure on record where no wait of this rank has met it."""
-        if self.workspace.signals is None or self._record["state"][0]:
-            return
-        word = int(self.workspace.signals.local[: 8 * (ABORT_WORD + 1)].view(np.uint64)[ABORT_WORD])
-        if word:
-            rank = self.world.rank
-            self._record[0] = (2, WaitKind.ABORTED, rank, word - 1, -1, 0, word, 0)
+        self._words.note_abort()
 
     def reset_words(self, epoch: int) -> None:
-        if self.workspace.signals is not None:
-            words = self.workspace.signals.local.view(cupy.uint64)
-            words[:] = cupy.uint64(epoch)
-            words[ABORT_WORD] = 0
-        cupy.cuda.runtime.deviceSynchronize()
-        self._record[:] = 0
-
-
-def _posted(epoch: int, muted: bool) -> int:
-    """Return what signals are set to: the epoch, or the one before it from a muted rank."""
-    return (epoch - muted) & ((1 << 64) - 1)
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+        self._words.reset(epoch)
