@@ -1,4 +1,5 @@
 // SwiGLU between the two expert GEMMs: out = silu(gate) * up, in fp32, rounded once.
+#include "activation.cuh"
 #include "dtype.cuh"
 
 struct ActivationParams {
@@ -17,11 +18,6 @@ constexpr int kWarpSize = 32;
 constexpr int kWidth = 8;    // elements of a 16-byte vector
 constexpr int kVectors = 2;  // pairs of loads that a lane has in flight
 constexpr int kChunk = kWarpSize * kVectors * kWidth;
-
-// exp overflows to infinity for a gate below -88, which gives the right limit, -0.
-__device__ inline float gated(float gate, float up) {
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}
 
 __device__ inline unsigned int gated2(unsigned int gate, unsigned int up) {
   const float2 g = unpack2(gate);

@@ -1,6 +1,10 @@
 // Grouped GEMM for Hopper: out[row, :] = a[row, :] @ b[expert(row)]^T, one persistent launch for all
 // local experts, a flag per finished half tile.
 //
+// With kGated, b[expert] holds n gate rows and then n up rows, and out = silu(gate) * up: a tile takes
+// the gate and the up rows of the same output columns, so both factors of an element meet in one
+// thread's registers.
+//
 // Warp roles, one CTA per SM:
 //   warpgroup 0, warp 0        load: TMA of A and B boxes into a ring of kStages stages
 //   warpgroup 0, warps 1..G    store: TMA (or row-wise) stores of 64 output rows, then the flag
@@ -18,6 +22,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_types.h>
 
+#include "activation.cuh"
 #include "dtype.cuh"
 #include "producer.cuh"
 #include "sync.cuh"
@@ -38,8 +43,9 @@ using MmaElement = cutlass::bfloat16_t;
 constexpr int kTileK = 64;               // 128 bytes: one swizzle atom
 constexpr int kMmaGroups = kTileM / 64;  // MMA warpgroups, each with its own store warp
 constexpr int kThreads = 128 * (1 + kMmaGroups);
-constexpr int kChunk = 64;  // columns per store
-constexpr int kChunks = kTileN / kChunk;
+constexpr int kChunk = 64;                           // columns per store
+constexpr int kOutN = kGated ? kTileN / 2 : kTileN;  // output columns of a tile
+constexpr int kChunks = kOutN / kChunk;
 constexpr int kChunkBuffers = 2;  // per MMA warpgroup
 constexpr int kRing = 3;          // tiles: claimed, being multiplied, being stored
 constexpr int kRingReaders = 1 + 2 * kMmaGroups;
@@ -139,7 +145,7 @@ __device__ inline void load_tiles(const ProducerParams& p, SharedStorage& s) {
   TileReader reader{s};
   RingState<kStages> stage;
   for (Tile tile = reader.wait(); tile.band >= 0; tile = reader.wait()) {
-    const int b_row = tile.expert * p.n + tile.n_tile * kTileN;
+    const int b_row = tile.expert * (kGated ? 2 : 1) * p.n + tile.n_tile * kOutN;
     for (int k = 0; k < p.k; k += kTileK) {
       s.stage_empty[stage.index].wait(stage.parity ^ 1);
       Mbarrier& full = s.stage_full[stage.index];
@@ -147,6 +153,10 @@ __device__ inline void load_tiles(const ProducerParams& p, SharedStorage& s) {
       auto* barrier = reinterpret_cast<uint64_t*>(&full);
       SM90_TMA_LOAD_2D::copy(map_a, barrier, hint, s.a[stage.index], k, tile.row);
       SM90_TMA_LOAD_2D::copy(map_b, barrier, hint, s.b[stage.index], k, b_row);
+      if constexpr (kGated) {
+        MmaElement* up = s.b[stage.index] + kTileN / 2 * kTileK;
+        SM90_TMA_LOAD_2D::copy(map_b, barrier, hint, up, k, b_row + p.n);
+      }
       if (k == claim_at) s.may_claim.arrive();
       stage.advance();
     }
@@ -201,7 +211,7 @@ __device__ inline void store_tiles(const ProducerParams& p, SharedStorage& s, in
     const void* map = remote ? &p.map_staging : &p.map_local;
     const int row = remote ? box.staging_row : box.local_row;
     for (int c = 0; c < kChunks; ++c, buffer.advance()) {
-      const int column = tile.n_tile * kTileN + c * kChunk;
+      const int column = tile.n_tile * kOutN + c * kChunk;
       const MmaElement* chunk = s.chunk[group][buffer.index];
       s.chunk_full[group][buffer.index].wait(buffer.parity);
       __syncwarp();  // no lane may still wait for this phase when lane 0 ends it
@@ -231,6 +241,17 @@ __device__ inline void store_tiles(const ProducerParams& p, SharedStorage& s, in
     } else {
       reader.at.advance();
     }
+  }
+}
+
+// Output elements i and i + 1 of a thread, as they are stored. With kGated the up column of a gate
+// column is kTileN / 2 further on: as many columns make half as many registers.
+__device__ inline unsigned int output_pair(const float* sums, int i) {
+  if constexpr (kGated) {
+    const float* up = sums + kTileN / 4;
+    return pack2(gated(sums[i], up[i]), gated(sums[i + 1], up[i + 1]));
+  } else {
+    return pack2(sums[i], sums[i + 1]);
   }
 }
 
@@ -289,12 +310,12 @@ __device__ inline void multiply_tiles(const ProducerParams& p, SharedStorage& s,
       const uint32_t base = cast_smem_ptr_to_uint(s.chunk[group][buffer.index]);
       CUTE_UNROLL
       for (int j = 0; j < kChunk / 16; ++j) {
-        const float* v = sums + (c * kChunk + j * 16) / 2;
+        const int i = (c * kChunk + j * 16) / 2;
         const int vector = j * 2 + lane / 16;
         const uint32_t to = base + chunk_row * (kChunk * 2) + (vector ^ (chunk_row & 7)) * 16;
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                     "r"(pack2(v[0], v[1])), "r"(pack2(v[2], v[3])), "r"(pack2(v[4], v[5])),
-                     "r"(pack2(v[6], v[7]))
+                     "r"(output_pair(sums, i)), "r"(output_pair(sums, i + 2)),
+                     "r"(output_pair(sums, i + 4)), "r"(output_pair(sums, i + 6))
                      : "memory");
       }
       fence_proxy_async_shared_cta();  // the store warp's TMA reads what was just written

@@ -159,6 +159,6 @@ def poison(world: Any) -> None:
     world.barrier()
     for region in (workspace.recv.local, workspace.returned.local):
         region[:] = 0xFF
-    for name in ("gate_up", "activated", "staging"):
+    for name in ("activated", "staging"):
         workspace.local[name][:] = 0xFF
     world.barrier()

@@ -105,11 +105,13 @@ def test_rows_beside_each_expert_and_buffer_stay_untouched(layout, producer):
 
     def main(world: Any) -> None:
         layer = case.layer(world, Config(layout=layout, producer=producer))
-        poison(world)
         layer(*case.placed(world))
+        plan, workspace = layer.engine.last_plan, world.backend.workspace
+        activated = np.ones((plan.recv_rows[world.rank], case.shape.ffn), np.float16)
+        poison(world)
+        layer.operator(place(world, activated), plan.counts)
         layer.check()
         world.barrier()
-        plan, workspace = layer.engine.last_plan, world.backend.workspace
         returned = to_host(workspace.returned.local).reshape(2, -1)
         used = plan.sent_rows * 136 * 2
         slot = world.epoch & 1

@@ -219,8 +219,7 @@ def no_byte_outside_of_its_rows_is_written(world):
     used = {
         "recv": (0, received * shape.hidden * 2),
         "activated": (0, received * shape.ffn * 2),
-        "staging": (0, received * shape.hidden_out * 2),
-        "gate_up": (0, received * shape.ffn * 4),
+        "staging": (0, received * max(shape.hidden_out, 2 * shape.ffn) * 2),
     }
     home = workspace.slot_offset(world.epoch & 1)
     used["returned"] = (home, home + plan.sent_rows * shape.hidden_out * 2)

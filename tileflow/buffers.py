@@ -2,7 +2,8 @@
 
 Symmetric regions (written by peers): the receive buffer, the return buffer in two slots, the
 signal words. Local regions: intermediate rows, the staging rows that wait for their put, control
-words. Regions only grow; growing is collective, so every rank always has the same sizes.
+words. Until the last GEMM, staging serves for gate and up columns where the activation is a kernel
+of its own. Regions only grow; growing is collective, so every rank always has the same sizes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class WorkspaceSizes:
     recv: int = 0
     returned: int = 0
     signals: int = 0
-    gate_up: int = 0
     activated: int = 0
     staging: int = 0
     control: int = 0
@@ -69,9 +69,8 @@ class WorkspaceSizes:
             recv=_region(layer_rows, shape.hidden),
             returned=_region(sent_rows, config.num_cols),
             signals=SignalLayout(config.ranks, config.num_experts).num_words * 8,
-            gate_up=_region(layer_rows, 2 * shape.ffn),
             activated=_region(layer_rows, shape.ffn),
-            staging=_region(rows, config.num_cols),
+            staging=_region(rows, max(config.num_cols, 0 if operator_only else 2 * shape.ffn)),
             control=control.num_words * 4,
         )
 
@@ -107,7 +106,7 @@ class Workspace:
     Attributes:
         sizes: what is allocated.
         recv, returned, signals: symmetric buffers (None while their size is 0).
-        local: region name -> local uint8 array of ``gate_up, activated, staging, control``.
+        local: region name -> local uint8 array of ``activated, staging, control``.
         generation: grows with every allocation, so that cached addresses can be dropped.
     """
 

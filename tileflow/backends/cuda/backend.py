@@ -154,23 +154,11 @@ class CudaBackend(Backend):
         if not plan.num_bands:
             return
         self._words.zero_control(forward)
-        rows, gate_up = plan.config.max_layout_rows, self._local("gate_up")
-        assert self.workspace.recv is not None
-        self._launch.producer(
-            forward,
-            sms=self.num_sms,
-            a=self.workspace.recv.local.data.ptr,
-            b=forward.weights.gate_up.data.ptr,
-            staging=gate_up,
-            local=gate_up,
-            a_rows=rows,
-            local_rows=rows,
-            n=2 * shape.ffn,
-            k=shape.hidden,
-            control=self._words.control,
-            flags=False,
-            all_to_staging=True,
-        )
+        if self._launch.fuses_activation(forward.config):
+            self._first_gemm(forward, self._local("activated"), shape.ffn, gated=True)
+            return
+        gate_up = self._local("staging")  # free until the last GEMM
+        self._first_gemm(forward, gate_up, 2 * shape.ffn, gated=False)
         self._launch.swiglu(
             forward.stream,
             shape.dtype,
@@ -178,6 +166,26 @@ class CudaBackend(Backend):
             out=self._local("activated"),
             rows=int(plan.recv_rows[self.world.rank]),
             ffn=shape.ffn,
+        )
+
+    def _first_gemm(self, forward: Forward, out: int, columns: int, *, gated: bool) -> None:
+        rows = forward.plan.config.max_layout_rows
+        assert self.workspace.recv is not None
+        self._launch.producer(
+            forward,
+            sms=self.num_sms,
+            a=self.workspace.recv.local.data.ptr,
+            b=forward.weights.gate_up.data.ptr,
+            staging=out,
+            local=out,
+            a_rows=rows,
+            local_rows=rows,
+            n=columns,
+            k=forward.shape.hidden,
+            control=self._words.control,
+            flags=False,
+            all_to_staging=True,
+            gated=gated,
         )
 
     def produce_and_send(self, forward: Forward) -> None:

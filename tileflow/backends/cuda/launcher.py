@@ -35,9 +35,13 @@ class Launcher:
     def arrivals_per_tile(self, dtype: str, config: Config) -> int:
         return variants.arrivals_per_tile(self._producer(dtype, config))
 
-    def _producer(self, dtype: str, config: Config) -> jit.KernelVariant:
-        family = None if config.producer == "auto" else f"producer_{config.producer}"
-        return variants.producer(self._cc, dtype, config.tile_m, config.tile_n, family=family)
+    def fuses_activation(self, config: Config) -> bool:
+        """Tell whether the configured producer has the activation in its epilogue."""
+        return variants.producer_family(self._cc, _family(config)) == variants.SM90
+
+    def _producer(self, dtype: str, config: Config, *, gated: bool = False) -> jit.KernelVariant:
+        shape = config.tile_m, config.tile_n
+        return variants.producer(self._cc, dtype, *shape, family=_family(config), gated=gated)
 
     def check(self, config: Config) -> None:
         """Raise ConfigError where this GPU cannot run the configured producer."""
@@ -55,11 +59,17 @@ class Launcher:
                 variants.post_signals(cc),
                 variants.wait_signals(cc),
                 variants.combine(cc, dtype),
-                variants.swiglu(cc, dtype),
+                self._activation(dtype, config),
             )
         ]
         for kernel in loaded:
             kernel.num_regs  # noqa: B018  (asking forces the driver's lazy load)
+
+    def _activation(self, dtype: str, config: Config) -> jit.KernelVariant:
+        """Return the kernel that holds the activation."""
+        if self.fuses_activation(config):
+            return self._producer(dtype, config, gated=True)
+        return variants.swiglu(self._cc, dtype)
 
     def producer(
         self,
@@ -77,18 +87,24 @@ class Launcher:
         control: int,
         flags: bool,
         all_to_staging: bool,
+        gated: bool = False,
     ) -> None:
-        """Launch the grouped GEMM of all bands of the forward's plan on `sms` CTAs."""
+        """Launch the grouped GEMM of all bands of the forward's plan on `sms` CTAs.
+
+        `n` counts output columns; a gated GEMM has `n` gate rows and `n` up rows of weights.
+        """
         plan, dtype = forward.plan, forward.shape.dtype
-        variant = self._producer(dtype, forward.config)
+        variant = self._producer(dtype, forward.config, gated=gated)
+        factors = 2 if gated else 1  # weight rows per output column
         layout = ControlLayout(
             plan.config.ranks, plan.config.experts_per_rank, plan.config.max_bands
         )
-        b_rows = plan.config.experts_per_rank * n
-        tiles_n = -(-n // plan.config.tile_n)
+        b_rows = plan.config.experts_per_rank * factors * n
+        columns = plan.config.tile_n // factors
+        tiles_n = -(-n // columns)
         maps = (
             tensor_map(a, a_rows, k, plan.config.tile_m, dtype),
-            tensor_map(b, b_rows, k, plan.config.tile_n, dtype),
+            tensor_map(b, b_rows, k, columns, dtype),
             tensor_map(staging, plan.config.max_layout_rows, n, 64, dtype),
             tensor_map(local, local_rows, n, 64, dtype),
         )
@@ -160,6 +176,10 @@ class Launcher:
         kernel = jit.load(variant)
         with stream:
             kernel((grid,), (variant.threads,), (args,), shared_mem=variant.shared_bytes)
+
+
+def _family(config: Config) -> str | None:
+    return None if config.producer == "auto" else f"producer_{config.producer}"
 
 
 def _args(struct: str, values: dict[str, Any], **more: Any) -> np.ndarray:

@@ -31,6 +31,7 @@ __all__ = [
     "dispatch",
     "post_signals",
     "producer",
+    "producer_family",
     "swiglu",
     "wait_signals",
 ]
@@ -97,16 +98,37 @@ def arch_for(cc: str, family: str) -> str:
     return "sm_90a"  # wgmma and setmaxnreg exist in this target only
 
 
+def producer_family(cc: str, family: str | None = None) -> str:
+    """Return the producer's entry name for a GPU; `family` asks for one that is not its default."""
+    return family or (SM90 if cc == "90" else GENERIC)
+
+
 def producer(
-    cc: str, dtype: str, tile_m: int, tile_n: int, *, family: str | None = None
+    cc: str,
+    dtype: str,
+    tile_m: int,
+    tile_n: int,
+    *,
+    family: str | None = None,
+    gated: bool = False,
 ) -> KernelVariant:
-    """Return the grouped GEMM for a GPU; `family` asks for one that is not its default."""
-    chosen = family or (SM90 if cc == "90" else GENERIC)
-    make = _producer_sm90 if chosen == SM90 else _producer_generic
-    return make(cc, dtype, tile_m, tile_n)
+    """Return the grouped GEMM for a GPU.
+
+    Args:
+        cc: compute capability.
+        dtype: of the matrices.
+        tile_m, tile_n: tile shape.
+        family: one that is not the GPU's default.
+        gated: silu(gate) * up in the epilogue; producer_sm90 only.
+    """
+    if producer_family(cc, family) == SM90:
+        return _producer_sm90(cc, dtype, tile_m, tile_n, gated)
+    if gated:
+        raise ConfigError("gated", gated, f"False for {GENERIC}")
+    return _producer_generic(cc, dtype, tile_m, tile_n)
 
 
-def _producer_sm90(cc: str, dtype: str, tile_m: int, tile_n: int) -> KernelVariant:
+def _producer_sm90(cc: str, dtype: str, tile_m: int, tile_n: int, gated: bool) -> KernelVariant:
     stages = _SM90_STAGES[tile_m, tile_n]
     loads = stages * (tile_m + tile_n) * 64 * _ITEMSIZE
     stores = (tile_m // 64) * 2 * 64 * 64 * _ITEMSIZE  # two boxes per 64 rows
@@ -119,6 +141,7 @@ def _producer_sm90(cc: str, dtype: str, tile_m: int, tile_n: int) -> KernelVaria
         kTileM=tile_m,
         kTileN=tile_n,
         kStages=stages,
+        kGated=int(gated),
         kSharedBytes=loads + stores + 2048,  # barriers, and alignment to 1024 bytes
     )
 
@@ -192,6 +215,7 @@ def _others(cc: str, dtype: str) -> list[KernelVariant]:
 
 def _named() -> list[KernelVariant]:
     named = [producer("90", "float16", m, n) for m, n in TILE_SHAPES[:3]]
+    named += [producer("90", "float16", 128, n, gated=True) for n in (256, 128)]
     named += [producer("90", "bfloat16", 128, 256), producer("80", "bfloat16", 128, 256)]
     for cc in ("80", "90", "100", "120"):
         named.append(producer(cc, "float16", 128, 256, family=GENERIC))
@@ -205,7 +229,12 @@ def _all() -> list[KernelVariant]:
         for dtype in DTYPES:
             found += [producer(cc, dtype, m, n, family=GENERIC) for m, n in TILE_SHAPES]
             found += _others(cc, dtype)
-    found += [producer("90", dtype, m, n) for dtype in DTYPES for m, n in TILE_SHAPES]
+    found += [
+        producer("90", dtype, m, n, gated=gated)
+        for dtype in DTYPES
+        for m, n in TILE_SHAPES
+        for gated in (False, True)
+    ]
     return list(dict.fromkeys(found))
 
 
